@@ -73,10 +73,10 @@ bench: $(STAMP)
 # too can starve a process for longer than any limit. What fails again has failed; what passes is
 # named, because it is a race in the test or in the package.
 test: $(STAMP)
-	$(PYTEST) -n $(WORKERS) -m $(FAST) --ignore tests/test_fitness.py $(ARGS) || $(BIN)/python tests/once_more.py -m $(FAST) $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m $(FAST) --ignore tests/test_fitness.py $(ARGS) || $(BIN)/python tests/rerun_failures.py -m $(FAST) $(ARGS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -n $(SLOW_WORKERS) -m $(SLOW) $(ARGS) || $(BIN)/python tests/once_more.py -m $(SLOW) $(ARGS)
+	$(PYTEST) -n $(SLOW_WORKERS) -m $(SLOW) $(ARGS) || $(BIN)/python tests/rerun_failures.py -m $(SLOW) $(ARGS)
 
 test-product: $(STAMP)
 	$(PYTEST) -n $(WORKERS) -m product $(ARGS)

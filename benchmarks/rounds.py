@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.cells import Block, Cell, Contestant
-from benchmarks.crew import ANSWER_S, Crew, CrewError
 from benchmarks.probes import is_disturbed, machine_busy_s, usage
+from benchmarks.worker_pool import ANSWER_S, WorkerError, WorkerPool
 
 # A visit lasts at least this long: the clock of processor time ticks every 0.01 s.
 _VISIT_S: Final = 0.25
@@ -126,7 +126,7 @@ class Conductor:
     ) -> None:
         self.contestants = {each.name: each for each in contestants}
         self.folder, self.size, self.paths, self.say = folder, size, paths, say
-        self.crews: dict[str, Crew] = {}
+        self.crews: dict[str, WorkerPool] = {}
         self.absent: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,8 +136,8 @@ class Conductor:
     def _start(self, name: str) -> None:
         members = [each for each in self.contestants.values() if each.crew == name]
         try:
-            crew = Crew(members, self.size, self.folder / "logs", self.paths)
-        except CrewError as error:
+            crew = WorkerPool(members, self.size, self.folder / "logs", self.paths)
+        except WorkerError as error:
             absent = {each.name: str(error) for each in members}
         else:
             self.crews[name] = crew
@@ -197,7 +197,7 @@ class Conductor:
         for name in list(self.crews):
             try:
                 self.crews[name].ask({"do": "close", "cells": keys})
-            except CrewError:
+            except WorkerError:
                 self.restart(name)
 
     def weigh(self, block: Block) -> dict[str, list[int]]:
@@ -212,7 +212,7 @@ class Conductor:
             name = self._crew_of(cell)
             try:
                 answers = self.crews[name].ask({"do": "weigh", "cell": cell.to_json()})
-            except CrewError as error:
+            except WorkerError as error:
                 self.say(f"  failed: {cell.name}: {error}")
                 self.restart(name)
             else:
@@ -225,7 +225,7 @@ class Conductor:
             own = {each.crew for each in self.contestants.values() if each.python is None}
             any_crew = next((crew for name, crew in self.crews.items() if name in own), None)
             if any_crew is None:
-                raise CrewError("no processes with this project's torch are left to compare with")
+                raise WorkerError("no processes with this project's torch are left to compare with")
             any_crew.ask({"do": "reference", "workload": workload, "path": str(path)})
         return str(path)
 
@@ -239,7 +239,7 @@ class Conductor:
         try:
             request = {"do": "open", "cell": each.cell.to_json(), "reference": course.reference}
             answers = self.crews[self._crew_of(each.cell)].ask(request, each.patience_s)
-        except CrewError as error:
+        except WorkerError as error:
             self._lose(each, course, str(error))
             return False
         if each.opened_s is None:
@@ -266,7 +266,7 @@ class Conductor:
                     continue
                 try:
                     each.samples.append(self._sample(each))
-                except CrewError as error:
+                except WorkerError as error:
                     self._lose(each, course, str(error))
 
     def _lose(self, each: Measured, course: _Course, reason: str) -> None:

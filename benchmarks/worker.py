@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cells import Cell
+from benchmarks.peak_memory import weigh
 from benchmarks.probes import end_with_parent, forget_peak, memory, usage
-from benchmarks.weighing import weigh
 from benchmarks.workloads import Workload, make_workload, plain_gradients
 
 # Seconds before the start time at which a process stops sleeping and polls the clock.

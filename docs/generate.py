@@ -12,11 +12,11 @@ from pathlib import Path
 from gpipe_hpc.config.compose import data_kind, presets
 from gpipe_hpc.config.help import (
     GROUPS,
-    Row,
+    SettingRow,
     about_preset,
     row_of,
-    rows_of,
     rows_of_builder,
+    setting_rows_of,
     shown,
 )
 from gpipe_hpc.config.keywords import Keywords, setting_of
@@ -118,7 +118,7 @@ def settings() -> str:
     for level, title in _LEVELS.items():
         lines += [f"## {title}", ""]
         for each in fields(Config):
-            rows = [] if each.name in GROUPS else rows_of(each.name)
+            rows = [] if each.name in GROUPS else setting_rows_of(each.name)
             own = [row for row in rows if row.level is level]
             if own:
                 lines += [f"### {each.name}: {level.value}", "", *_table(own)]
@@ -191,7 +191,7 @@ def _data() -> Iterator[str]:
         yield from _table(_own_rows(kind))
 
 
-def _own_rows(kind: type[DataConfig]) -> list[Row]:
+def _own_rows(kind: type[DataConfig]) -> list[SettingRow]:
     """Return the settings that a kind of data defines, or gives another default."""
     names = {f"data.{name}" for name in kind.__annotations__ if name not in _HIDDEN}
     return [row_of(each) for each in settings_of(kind, "data.") if each.name in names]
@@ -210,10 +210,14 @@ def _link(kind: type) -> str:
 def _others() -> Iterator[str]:
     yield from ("### Optimizers", "", "`optimizer=NAME` chooses one.", "")
     for name, kind in OPTIMIZERS.items():
-        own = [row for row in rows_of("optimizer", name) if row.name[10:] in kind.__annotations__]
+        own = [
+            row
+            for row in setting_rows_of("optimizer", name)
+            if row.name[10:] in kind.__annotations__
+        ]
         if name == "adamw":
             common = set(OptimizerConfig.__annotations__)
-            own += [row for row in rows_of("optimizer", name) if row.name[10:] in common]
+            own += [row for row in setting_rows_of("optimizer", name) if row.name[10:] in common]
             own = list(dict.fromkeys(own))
         yield from (f"#### optimizer={name}", "", about_preset("optimizer", name), "")
         yield from _table(own)
@@ -222,10 +226,10 @@ def _others() -> Iterator[str]:
         given = ", ".join(f"`outer.{key}={shown(value)}`" for key, value in values.items())
         yield f"- `outer={name}`: {about_preset('outer', name)}" + (f" Sets {given}." * bool(given))
     yield ""
-    yield from _table(rows_of("outer", "allreduce"))
+    yield from _table(setting_rows_of("outer", "allreduce"))
 
 
-def _table(rows: Iterable[Row]) -> list[str]:
+def _table(rows: Iterable[SettingRow]) -> list[str]:
     cells = [[_code(row.name), _code(row.default), row.meaning] for row in rows]
     return list(_grid(["setting", "default", "meaning"], cells)) if cells else []
 

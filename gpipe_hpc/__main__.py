@@ -2,10 +2,10 @@
 
 import sys
 
-from gpipe_hpc.comm.watchdog.saying import code_of_output, keep_streams
+from gpipe_hpc.comm.watchdog.output_streams import output_exit_code, protect_streams
 from gpipe_hpc.config import list_of_commands
 
 if __name__ == "__main__":
-    keep_streams()
+    protect_streams()
     print(list_of_commands())
-    sys.exit(code_of_output(0))
+    sys.exit(output_exit_code(0))

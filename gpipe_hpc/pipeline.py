@@ -12,10 +12,10 @@ from torch import nn
 
 from gpipe_hpc import checkpoint
 from gpipe_hpc.batches import share_of, unwrapped, with_tensors
-from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.collectives.group import ControlGroup, Group
 from gpipe_hpc.comm.world.groups import RankContext, check_agreement
 from gpipe_hpc.comm.world.mesh import Mesh
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.config import Keywords, by_keyword
 from gpipe_hpc.data_parallel import (
     Factory,
@@ -43,17 +43,17 @@ from gpipe_hpc.models import (
     parameter_sizes,
 )
 from gpipe_hpc.planner import (
-    Counted,
+    CostModel,
+    CountedCosts,
     Example,
-    Gauge,
-    Measured,
+    MeasuredCosts,
     Request,
     check_conservation,
     cut_table,
 )
-from gpipe_hpc.planner.deciding import decide_layout, with_open_choices
 from gpipe_hpc.planner.forecast import RankForecast
 from gpipe_hpc.planner.memory.exhausted import explain_exhausted
+from gpipe_hpc.planner.shared_decisions import decide_layout, with_open_choices
 from gpipe_hpc.pytree import Nest
 from gpipe_hpc.schedule import Timeline
 
@@ -131,17 +131,17 @@ class Pipeline:
     ) -> None:
         assert given.world is not None, "the world was joined before"
         self.world = given.world
-        with together(self.world, "start"):
+        with collective_errors(self.world, "start"):
             request = given.request()
             model = normalise_layers(layers)
             facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             facts |= {"bind": given.bind, "num_threads": given.num_threads}
-            check_agreement(self.world.everybody, facts)
+            check_agreement(self.world.world_group, facts)
             if given.bind != "none" or given.num_threads is not None:
                 self._say(bind(self.world, given.bind, given.num_threads).lines)
-            gauge = self._gauge(request, model, loss_fn, given.example)
-        request = with_open_choices(request, self.world, gauge, given.timeout_s)
-        with together(self.world, "start"):
+            cost_model = self._cost_model(request, model, loss_fn, given.example)
+        request = with_open_choices(request, self.world, cost_model, given.timeout_s)
+        with collective_errors(self.world, "start"):
             request = request.on(self.world.size)
             assert not isinstance(request.stages, str), "the number of stages is known by now"
             self._planned: RankForecast | None = None
@@ -151,12 +151,12 @@ class Pipeline:
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
         self.seed, self.precision, self.steps_done = request.seed, request.precision, 0
-        self.layout = decide_layout(self.request, self._groups, gauge, given.timeout_s)
+        self.layout = decide_layout(self.request, self._groups, cost_model, given.timeout_s)
         self.partition = self.layout.partition
         self._own = self.layout.of(self.replica)
         self.schedule = self._own.schedule
-        with together(self.world, "start"):
-            check_agreement(self.everybody, {"layout": self.layout.digest()})
+        with collective_errors(self.world, "start"):
+            check_agreement(self.world_group, {"layout": self.layout.digest()})
             self._build(layers, model)
 
     def _say(self, lines: Iterable[str]) -> None:
@@ -164,20 +164,20 @@ class Pipeline:
             for line in lines:
                 log.info("%s", line)
 
-    def _gauge(
+    def _cost_model(
         self,
         request: Request,
         model: list[Layer],
         loss_fn: LossFunction,
         example: tuple[Nest, Nest] | None,
-    ) -> Gauge:
+    ) -> CostModel:
         """Return the source of layer costs, which measures the layers if `example` is given."""
         given = None
         if example is not None:
             inputs, targets = (unwrapped(with_tensors(part, "example")) for part in example)
             given = Example(inputs, targets, loss_fn, request.seed, self.world.device)
-        counted = Counted(model, given, request.precision, shares_casts=not request.offload)
-        return Measured(counted)
+        counted = CountedCosts(model, given, request.precision, shares_casts=not request.offload)
+        return MeasuredCosts(counted)
 
     def _build(self, given: nn.Sequential | Sequence[Layer], model: list[Layer]) -> None:
         """Build this rank's stages and connect them to those of other ranks; a collective call."""
@@ -222,14 +222,14 @@ class Pipeline:
         self._has_optimizer = False
 
     @property
-    def everybody(self) -> Gathering:
+    def world_group(self) -> ControlGroup:
         """Return the group of all ranks."""
-        return self._groups.everybody
+        return self._groups.world_group
 
     @property
-    def of_place(self) -> Gathering:
+    def dp_group(self) -> ControlGroup:
         """Return the group of the ranks at this stage rank in all replicas."""
-        return self._groups.of_place
+        return self._groups.dp_group
 
     @property
     def replica(self) -> int:
@@ -288,7 +288,7 @@ class Pipeline:
             ConfigError: the optimizer cannot be sharded, or it uses several parameters together
                 although a rank does not have all of them.
         """
-        with together(self.world, "making the optimizer"):
+        with collective_errors(self.world, "making the optimizer"):
             whole = dict(self.named_parameters())
             has_all = self.mesh.stages == 1
             optimizer = make_optimizer(factory, whole, self._steps.sharding, has_all=has_all)
@@ -314,16 +314,16 @@ class Pipeline:
         Every rank must call it. Gradients are the `.grad` tensors, or gathered copies if gradients
         are sharded over replicas; None if no replica used the parameter.
         """
-        with together(self.world, "gathering gradients"):
+        with collective_errors(self.world, "gathering gradients"):
             return self._steps.gradients()
 
-    def say_what_is_left(self) -> None:
+    def log_pending(self) -> None:
         """Log pending messages about previous steps, after waiting for the device.
 
         Which buffers differ between replicas is known only when the device has finished. These
         messages are logged with the next step, with a checkpoint, or by this call.
         """
-        self._steps.say_all()
+        self._steps.log_pending()
 
     def await_parameters(self) -> None:
         """Wait for all parameters that other ranks are updating (`outer.shard`)."""
@@ -333,7 +333,7 @@ class Pipeline:
 
     def _await(self, sharding: OptimizerSharding) -> None:
         """Wait for the gathering of parameters that the optimizer step has started on all ranks."""
-        with together(self.world, "gathering parameters"):
+        with collective_errors(self.world, "gathering parameters"):
             sharding.wait()
 
     def share(self, num_samples: int) -> slice:
@@ -361,7 +361,8 @@ class Pipeline:
             targets: as `inputs`, passed to the loss function. Needed on ranks with `needs_targets`.
             tell: called when this rank has finished its part; returns at most 8 numbers (for
                 example a request to stop, or a time). They are reduced together with the loss, and
-                every rank gets sum, minimum and maximum over all ranks: `result.told.greatest[0]`.
+                every rank gets sum, minimum and maximum over all ranks:
+                `result.rank_summary.greatest[0]`.
 
         Returns:
             A StepResult, equal on all ranks: `loss`, `losses`, `metrics`, `weight`. If float16
@@ -370,7 +371,7 @@ class Pipeline:
         """
         # The caller's inference mode must not affect a step.
         self.outer_step()
-        with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
+        with collective_errors(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
             self._refuse_own_optimizer()
             with self._with_plan_of_memory():
                 run = self._run("training", inputs, targets, self.loss_fn)
@@ -401,7 +402,7 @@ class Pipeline:
         computed.
         """
         self._catch_up()
-        with together(self.world, "evaluation"):
+        with collective_errors(self.world, "evaluation"):
             run = self._run("evaluation", inputs, targets, self.loss_fn)
             with self._with_plan_of_memory():
                 return self._steps.evaluate(run)
@@ -414,7 +415,7 @@ class Pipeline:
         samples.
         """
         self._catch_up()
-        with together(self.world, "prediction"):
+        with collective_errors(self.world, "prediction"):
             run = self._run("prediction", inputs, None, None)
             with self._with_plan_of_memory():
                 return self._engine.predict(run)
@@ -427,7 +428,7 @@ class Pipeline:
         self._planned = None if ranks is None else ranks[self.stage_rank]
 
     @contextmanager
-    def telling_of_memory(self, where: str) -> Iterator[None]:
+    def explain_memory_errors(self, where: str) -> Iterator[None]:
         """Context that reports an out-of-memory error to all ranks; `where` names the activity.
 
         Raises DeviceMemoryError, which shows the forecast (see `expect_memory`) next to the
@@ -440,13 +441,15 @@ class Pipeline:
                 raise
             self._refuse_exhausted(error, where)
 
+    telling_of_memory = explain_memory_errors  # its former name, which scripts may use
+
     def _refuse_exhausted(self, error: Exception, where: str) -> NoReturn:
         layers = [layer for stage in self.stages.values() for layer in stage.layers.values()]
         told = (
             f"rank {self.world.rank}, stages {', '.join(map(str, self.stages))}, {where}: "
             f"{type(error).__name__}: {str(error).strip()}"
         )
-        with together(self.world, where), self._with_plan_of_memory():
+        with collective_errors(self.world, where), self._with_plan_of_memory():
             raise OutOfMemoryError(told, MemorySnapshot.of(self.world.device, layers, 0)) from error
 
     @contextmanager
@@ -469,7 +472,7 @@ class Pipeline:
         """
         if not max_norm >= 0:
             raise ConfigError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}")
-        with together(self.world, "clipping"):
+        with collective_errors(self.world, "clipping"):
             return self._engine.clip_grad_norm(max_norm)
 
     def grad_square(self) -> float:
@@ -478,7 +481,7 @@ class Pipeline:
         Every rank must call it, after `step`. The norm is over all stages and equal on all ranks.
         After `clip_grad_norm_` it needs no communication.
         """
-        with together(self.world, "adding up norms"):
+        with collective_errors(self.world, "adding up norms"):
             return self._engine.grad_square()
 
     def timeline(self) -> Timeline:
@@ -487,7 +490,7 @@ class Pipeline:
         Every rank of the replica must call it. Times are in seconds on the clock of the replica's
         first rank; those of other hosts are accurate to the latency of a message.
         """
-        with together(self.world, "gathering a timeline"):
+        with collective_errors(self.world, "gathering a timeline"):
             rows = self._engine.gather_events()
         table = self.schedule
         size = table.num_stages, table.num_microbatches
@@ -542,15 +545,15 @@ class Pipeline:
                 raise ConfigError(
                     f"save: keep={keep} needs a step, got none; add step=pipe.steps_done"
                 )
-            with together(self.world, f"saving {path}"):
+            with collective_errors(self.world, f"saving {path}"):
                 return checkpoint.save(self, Path(path), optimizer, extra)
-        with together(self.world, f"saving step {step} in {path}"):
+        with collective_errors(self.world, f"saving step {step} in {path}"):
             return checkpoint.save_numbered(
                 Path(path),
                 step,
                 keep,
-                self.everybody,
-                leads=self.world.rank == self.everybody.ranks[0],
+                self.world_group,
+                leads=self.world.rank == self.world_group.ranks[0],
                 save=lambda place: checkpoint.save(self, place, optimizer, extra),
             )
 
@@ -574,7 +577,7 @@ class Pipeline:
         """
         source = Path(path) if isinstance(path, (str, Path)) else path
         where = source if isinstance(source, Path) else source.path
-        with together(self.world, f"loading {where}"):
+        with collective_errors(self.world, f"loading {where}"):
             extra = checkpoint.load(self, source, optimizer)
             self._engine.whole_model.watch()
             return extra
@@ -603,7 +606,10 @@ class Pipeline:
         if local_sgd is None or not self._outer_due:
             return False
         self._outer_due = False
-        with together(self.world, f"outer step {self.steps_done}"), torch.inference_mode(False):
+        with (
+            collective_errors(self.world, f"outer step {self.steps_done}"),
+            torch.inference_mode(False),
+        ):
             stepped = local_sgd.step(self.steps_done)
         if stepped:
             self.last_outer_step = self.steps_done
@@ -620,7 +626,7 @@ class Pipeline:
         if local_sgd is None:
             return False
         self.outer_step()
-        with together(self.world, "uniting the replicas"), torch.inference_mode(False):
+        with collective_errors(self.world, "uniting the replicas"), torch.inference_mode(False):
             united = local_sgd.unite(self.steps_done)
         if united:
             self.last_outer_step = self.steps_done

@@ -10,53 +10,57 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.watchdog.saying import say
+from gpipe_hpc.comm.watchdog.output_streams import print_line
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.config import (
+    CommandJob,
     ExitCode,
-    Job,
     bind_loss,
     build_target,
     check_planning,
+    num_planned_ranks,
     on_ranks,
-    ranks_to_come,
+    print_error,
     run_jobs,
-    say_error,
 )
 from gpipe_hpc.data.shapes import Sample, microbatch, samples_per_microbatch
-from gpipe_hpc.device.device import Device, device_to_come, name_here
+from gpipe_hpc.device.device import Device, name_here, planned_device
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.planner import (
     FIT,
-    Counted,
+    CostModel,
+    CountedCosts,
     Example,
-    Gauge,
     Layout,
-    Measured,
+    MeasuredCosts,
     Partition,
     Request,
     fit_stages,
     lay_out,
 )
-from gpipe_hpc.planner.advice import Known
+from gpipe_hpc.planner.advice import KnownCosts
 from gpipe_hpc.planner.costs.calibration import check_calibration, read_calibration
+from gpipe_hpc.planner.costs.cost_models import COUNTED, MEASURED
 from gpipe_hpc.planner.costs.counted import ModelCount
-from gpipe_hpc.planner.costs.gauges import COUNTED, MEASURED
 from gpipe_hpc.planner.costs.rates import Rates
 from gpipe_hpc.planner.cutting.distance import distance
 from gpipe_hpc.planner.forecast import Forecast, least_bytes
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
+from gpipe_hpc.planner.report.alternatives import (
+    StepBatch,
+    alternatives_text,
+    forecast_of,
+    try_alternatives,
+)
+from gpipe_hpc.planner.report.reductions import reductions_text
+from gpipe_hpc.planner.report.tables import Assumptions, Sections, plan_report
 from gpipe_hpc.planner.search.machine import Machine
 from gpipe_hpc.planner.search.whole_step import step_of
 from gpipe_hpc.planner.splitting import gain_of_splitting
 from gpipe_hpc.planner.step_time import StepTime
-from gpipe_hpc.planner.telling.alternatives import Batch, alternatives_text, forecast_of, try_others
-from gpipe_hpc.planner.telling.report import Assumptions, Sections, report
-from gpipe_hpc.planner.telling.sums import sums_text
 from gpipe_hpc.planner.vocabulary import check_vocabulary
 from gpipe_hpc.settings import Config, TokenDataConfig
-from gpipe_hpc.trainer.asking import request_of
 from gpipe_hpc.trainer.machines import (
     cluster_of,
     doubts_of_prices,
@@ -67,7 +71,12 @@ from gpipe_hpc.trainer.machines import (
     slow_once,
     with_process,
 )
-from gpipe_hpc.trainer.measuring.as_a_rank import measured_as_a_rank, on_threads, share_of_rank
+from gpipe_hpc.trainer.measuring.rank_emulation import (
+    measured_under_load,
+    on_threads,
+    share_of_rank,
+)
+from gpipe_hpc.trainer.pipeline_request import request_of
 from gpipe_hpc.trainer.search.answer import compared
 from gpipe_hpc.units import bytes_text
 
@@ -107,7 +116,7 @@ def main() -> None:
     sys.exit(run_jobs(_task, "plan"))
 
 
-def _task(job: Job) -> int:
+def _task(job: CommandJob) -> int:
     try:
         if job.config.plan.search or job.config.pipeline.is_searched:
             answer = compared(job.config, job.words)
@@ -115,7 +124,7 @@ def _task(job: Job) -> int:
             return ExitCode.DONE if answer.chosen else TOO_LARGE_EXIT_CODE
         found = make_plan(job.config)
     except GpipeError as error:
-        return say_error(error)
+        return print_error(error)
     print(found.text)
     return ExitCode.DONE if found.fits else TOO_LARGE_EXIT_CODE
 
@@ -127,7 +136,7 @@ def make_plan(config: Config) -> Plan:
     """
     is_fit = config.pipeline.stages == FIT
     doubts = check_planning(config, None if is_fit else config.pipeline.stages or DEFAULT_STAGES)
-    all_ranks = ranks_to_come(config, DEFAULT_STAGES)
+    all_ranks = num_planned_ranks(config, DEFAULT_STAGES)
     given_microbatches = config.pipeline.microbatches
     config = on_ranks(config, all_ranks)
     layers = normalise_layers(build_target("model", config.model))
@@ -142,24 +151,24 @@ def make_plan(config: Config) -> Plan:
     if not is_fit:
         mesh = Mesh.fit(all_ranks, config.pipeline.stages, config.pipeline.num_replicas)
         request = replace(request, stages=mesh.stages)
-    device = device_to_come(config.train.device)
+    device = planned_device(config.train.device)
     request = with_process(request, process_bytes_of(config, device), device)
     request = _with_known_paces(request, config, all_ranks)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
-    counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
-    gauge: Gauge = counted
+    counted = CountedCosts(layers, example, request.precision, shares_casts=not request.offload)
+    cost_model: CostModel = counted
     if config.plan.calibration is not None:
-        gauge, more = _calibrated(config.plan.calibration, counted, device)
+        cost_model, more = _calibrated(config.plan.calibration, counted, device)
         doubts = [*doubts, *more]
     elif config.plan.measures_layers:
         share = share_of_rank(config, device, all_ranks)
-        gauge = measured_as_a_rank(config, counted, samples_per_microbatch(config), share)
-    fit = fit_stages(request, all_ranks, gauge) if is_fit else None
+        cost_model = measured_under_load(config, counted, samples_per_microbatch(config), share)
+    fit = fit_stages(request, all_ranks, cost_model) if is_fit else None
     if fit is not None:
         request = fit.request
-    layout = _lay_out(request, gauge)
+    layout = _lay_out(request, cost_model)
     counts = layout.partition.counts
-    found = forecast_of(layout, request, gauge, config.train.batch_size)
+    found = forecast_of(layout, request, cost_model, config.train.batch_size)
     limits = memory_limits(request)
     assumptions = Assumptions(
         config.plan.flops_per_s,
@@ -173,15 +182,15 @@ def make_plan(config: Config) -> Plan:
     machine = _machine(config, request, device, layout)
     doubts = [*doubts, *doubts_of_prices(config, device)]
     if machine is not None:
-        priced = machine.priced(gauge)
+        priced = machine.priced(cost_model)
         step = step_of(layout, priced, machine, request.combining, config.train.batch_size)
-        assumptions = replace(assumptions, step=step, measured=_layers_as(gauge))
+        assumptions = replace(assumptions, step=step, measured=_layers_as(cost_model))
     sections = Sections(
         heading="\n".join(
             [
-                *_heading(config, gauge, layout, sample),
+                *_heading(config, cost_model, layout, sample),
                 *([] if fit is None else [fit.text]),
-                *filter(None, [gain_of_splitting(request, layout, gauge)]),
+                *filter(None, [gain_of_splitting(request, layout, cost_model)]),
                 *map(_warning, doubts),
                 *notes_of_calibration(config),
             ]
@@ -191,12 +200,16 @@ def make_plan(config: Config) -> Plan:
         recomputed=layout.budget,
         paces=layout.partition.stage_paces,
         pins=layout.partition.pins,
-        distance=_distance_text(layout, gauge.count),
-        summed=sums_text(gauge.count, layout, request.combining, config.plan.link_bytes_per_s),
+        distance=_distance_text(layout, cost_model.count),
+        summed=reductions_text(
+            cost_model.count, layout, request.combining, config.plan.link_bytes_per_s
+        ),
     )
-    text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
+    text = plan_report(
+        layers, cost_model.count, counts, layout.schedule, found, assumptions, sections
+    )
     return Plan(
-        layout, gauge.count, found, text, all(assumptions.fit(found.ranks)), assumptions.step
+        layout, cost_model.count, found, text, all(assumptions.fit(found.ranks)), assumptions.step
     )
 
 
@@ -211,7 +224,7 @@ def _distance_text(layout: Layout, model: ModelCount) -> str:
     return "" if found is None else f"by {measure}, {found.text()}"
 
 
-def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, list[str]]:
+def _calibrated(path: str, counted: CountedCosts, device: Device) -> tuple[KnownCosts, list[str]]:
     """Return layer costs with the times that a run measured, and warnings.
 
     Raises ConfigError if the file was written by a run of another model.
@@ -225,7 +238,7 @@ def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, lis
         name=name_here(device),
         precision=counted.precision,
     )
-    return Known(counted.layers, found.layers, count), doubts
+    return KnownCosts(counted.layers, found.layers, count), doubts
 
 
 def _with_known_paces(request: Request, config: Config, num_ranks: int) -> Request:
@@ -258,27 +271,27 @@ def _warning(doubt: str) -> str:
     return f"Warning: {doubt.removeprefix('config: ')}"
 
 
-def _lay_out(request: Request, gauge: Gauge) -> Layout:
+def _lay_out(request: Request, cost_model: CostModel) -> Layout:
     """Return the layout of a run; if none fits in memory, the one that needs the least."""
     if request.schedule == "auto":
-        hopeless = _without_search(request, gauge)
+        hopeless = _without_search(request, cost_model)
         if hopeless is not None:
             return hopeless
-        say(
+        print_line(
             f"plan: searching an order of {request.microbatches} micro-batches on "
             f"{request.stages} ranks (pipeline.schedule=auto), which may take minutes; a smaller "
             f"pipeline.options.trials, such as 0, takes less time"
         )
     try:
-        return lay_out(request, gauge)
+        return lay_out(request, cost_model)
     except PartitionError as error:
         if request.recompute != "budget":
             raise
-        least = lay_out(replace(request, recompute="except_last"), gauge)
+        least = lay_out(replace(request, recompute="except_last"), cost_model)
         return replace(least, budget=str(error))
 
 
-def _without_search(request: Request, gauge: Gauge) -> Layout | None:
+def _without_search(request: Request, cost_model: CostModel) -> Layout | None:
     """Return a layout with one_f_one_b, without a search, if no schedule can fit in memory.
 
     Returns None if a schedule may fit, and for placements with several stages per rank.
@@ -287,10 +300,11 @@ def _without_search(request: Request, gauge: Gauge) -> Layout | None:
     if limits is None or "placement" in request.options:
         return None
     found = lay_out(
-        replace(request, schedule="one_f_one_b", schedule_options=None, recompute="always"), gauge
+        replace(request, schedule="one_f_one_b", schedule_options=None, recompute="always"),
+        cost_model,
     )
     held = least_bytes(
-        gauge.count,
+        cost_model.count,
         found.partition.counts,
         found.schedule.placement,
         request.kept_states,
@@ -319,7 +333,9 @@ def _may_help(found: Forecast, limits: Sequence[float]) -> bool:
     return excess_bytes(lasting, limits) == 0 < excess_bytes(held, limits)
 
 
-def _others(config: Config, request: Request, gauge: Counted, given_microbatches: int) -> str:
+def _others(
+    config: Config, request: Request, cost_model: CountedCosts, given_microbatches: int
+) -> str:
     """Try some other settings; describe those that fit in memory.
 
     Args:
@@ -329,27 +345,29 @@ def _others(config: Config, request: Request, gauge: Counted, given_microbatches
         given_microbatches: pipeline.microbatches as given by the user.
     """
 
-    def gauge_of(times: int) -> Gauge:
+    def cost_model_of(times: int) -> CostModel:
         if times == 1:
-            return gauge
-        assert gauge.example is not None, "a plan is made of one"
+            return cost_model
+        assert cost_model.example is not None, "a plan is made of one"
         microbatches = config.pipeline.microbatches * times
         pipeline = replace(config.pipeline, microbatches=microbatches)
         num_samples = samples_per_microbatch(replace(config, pipeline=pipeline))
         sample = microbatch(config.data, num_samples)
-        example = gauge.example._replace(inputs=sample.inputs, targets=sample.targets)
-        return replace(gauge, example=example)
+        example = cost_model.example._replace(inputs=sample.inputs, targets=sample.targets)
+        return replace(cost_model, example=example)
 
-    batch = Batch(config.train.batch_size, given_microbatches)
-    tried = try_others(request, batch, gauge_of, _OTHERS_S)
+    batch = StepBatch(config.train.batch_size, given_microbatches)
+    tried = try_alternatives(request, batch, cost_model_of, _OTHERS_S)
     return alternatives_text(tried, config.plan.flops_per_s)
 
 
-def _layers_as(gauge: Gauge) -> str:
+def _layers_as(cost_model: CostModel) -> str:
     """Describe the source of layer times; empty if they are counted."""
-    if gauge.measure != MEASURED:
+    if cost_model.measure != MEASURED:
         return ""
-    return gauge.how if isinstance(gauge, Measured) else "layers as measured by a run"
+    return (
+        cost_model.how if isinstance(cost_model, MeasuredCosts) else "layers as measured by a run"
+    )
 
 
 def _cut_by(config: Config, partition: Partition) -> str:
@@ -375,7 +393,7 @@ def _weighed_by(config: Config, partition: Partition) -> str:
     )
 
 
-def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> list[str]:
+def _heading(config: Config, cost_model: CostModel, layout: Layout, sample: Sample) -> list[str]:
     """Return lines that describe the planned run and its assumptions."""
     pipeline, train = config.pipeline, config.train
     ranks, stages = layout.schedule.num_ranks, layout.schedule.num_stages
@@ -394,12 +412,12 @@ def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> li
             counts = ", ".join(map(str, layout.portions.counts))
             one += f", that with the most micro-batches (the replicas have {counts})"
     return [
-        f"{len(gauge.layers)} layers, {gauge.count.parameters:,} parameters",
+        f"{len(cost_model.layers)} layers, {cost_model.count.parameters:,} parameters",
         one,
-        f"micro-batch {dtype}[{shape}] ({bytes_text(sum(gauge.count.inputs.tensors))}) of data "
-        f"{data} (shapes alone, nothing is read), train.batch_size={train.batch_size}",
+        f"micro-batch {dtype}[{shape}] ({bytes_text(sum(cost_model.count.inputs.tensors))}) of "
+        f"data {data} (shapes alone, nothing is read), train.batch_size={train.batch_size}",
         f"{train.precision}, recompute {pipeline.recompute}, "
-        f"{'offload, ' * pipeline.offload}kernels as on {device_to_come(config.train.device).type}",
+        f"{'offload, ' * pipeline.offload}kernels as on {planned_device(config.train.device).type}",
     ]
 
 

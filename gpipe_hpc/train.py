@@ -2,7 +2,7 @@
 
 import os
 
-from gpipe_hpc.comm.watchdog.saying import keep_streams
+from gpipe_hpc.comm.watchdog.output_streams import protect_streams
 from gpipe_hpc.trainer.signals import StopRequest
 
 
@@ -11,7 +11,7 @@ def main() -> None:
     # Torch's C++ code logs a lost connection as a warning with 20 stack frames, before our message
     # with the cause. Torch reads the level once, when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    keep_streams()
+    protect_streams()
     # Before torch is imported: that takes seconds, and a signal may arrive meanwhile.
     stop = StopRequest()
     stop.listen()

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.data.paths import unreadable
-from gpipe_hpc.draw.pictures import put
+from gpipe_hpc.draw.pictures import write_picture
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy, words_of
 from gpipe_hpc.models.huggingface.configs import read_json
 from gpipe_hpc.schedule import build
@@ -45,7 +45,7 @@ def no_descriptor_left():
 @pytest.mark.parametrize(
     "act",
     [
-        lambda path: put("text", str(path)),
+        lambda path: write_picture("text", str(path)),
         lambda path: read_trace(path),
         lambda path: build("file", ranks=1, microbatches=1, path=str(path)),
         lambda path: own_folder(compose_config([f"run.dir={path}"]), StopRequest()).__enter__(),
@@ -123,10 +123,10 @@ def test_other_ranks_read_the_cause_without_frames_of_cpp():
 
     def body(world):
         try:
-            with together(world, "saving"):
+            with collective_errors(world, "saving"):
                 if world.rank == 1:
                     raise RuntimeError(said)
-                world.everybody.broadcast_object(None, root=1)
+                world.world_group.broadcast_object(None, root=1)
         except GpipeError as error:
             return str(error)
         except RuntimeError as error:

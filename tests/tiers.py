@@ -3,7 +3,7 @@
     make test            the fast tests: five minutes on two cores
     make test-slow       starts of several processes, kills, the wheel: five minutes
     make test-product    the combinations of settings of which the fast tests are a sample
-    make test-simulated  training on the simulated accelerator (tests/played)
+    make test-simulated  training on the simulated accelerator (tests/simulated)
     make test-long       soak, scale, sweeps, searches, the tutorial, studies and benchmarks
 
 Continuous integration runs `make check` and the first two. Only the others find faults of these
@@ -19,7 +19,7 @@ from typing import Final
 
 import pytest
 
-SIMULATED: Final = "tests/played/"
+SIMULATED: Final = "tests/simulated/"
 # They test the simulated device itself, or sample what is trained on it.
 SIMULATED_FAST: Final = ("test_tracker.py", "test_transport.py", "test_astray.py")
 LONG: Final = (
@@ -45,13 +45,13 @@ LONG: Final = (
     "tests/generated/test_settings.py",
     "tests/planner/search/test_ranking.py",
     "tests/preflight/test_launchers.py",
-    "tests/test_once_more.py",
+    "tests/test_rerun_failures.py",
     "tests/test_tutorial.py",
     "tests/train/test_cores.py",
     "tests/train/test_hosts_come_and_go.py",
     "tests/train/test_inexact.py",
     "tests/train/test_memory.py",
-    "tests/trainer/measuring/test_companions.py",
+    "tests/trainer/measuring/test_load_generators.py",
     "tests/trainer/search/test_answer.py",
 )
 # Starts of processes, waits, and whole commands, whose tests take half a second each or more.
@@ -63,10 +63,10 @@ SLOW: Final = (
     "tests/cases/test_signal_while_starting.py",
     "tests/cases/test_tokens_and_labels.py",
     "tests/comm/collectives/test_wide_processes.py",
-    "tests/comm/watchdog/test_patience.py",
+    "tests/comm/watchdog/test_heartbeat.py",
     "tests/comm/watchdog/test_uncaught.py",
     "tests/comm/world/test_rendezvous.py",
-    "tests/comm/world/test_roll_call.py",
+    "tests/comm/world/test_membership.py",
     "tests/comm/collectives/test_levels_processes.py",
     "tests/comm/watchdog/test_watcher.py",
     "tests/config/test_commands.py",
@@ -86,7 +86,7 @@ SLOW: Final = (
     "tests/train/test_summary.py",
     "tests/data/test_running.py",
     "tests/optim/large_batch/test_adascale.py",
-    "tests/trainer/start/test_choosing.py",
+    "tests/trainer/start/test_layout_choice.py",
     "tests/trainer/test_fewer_ranks.py",
     "tests/trainer/test_host_waits.py",
     "tests/trainer/test_signals.py",
@@ -139,7 +139,7 @@ CASES: Final = {
     "tests/planner/costs/test_calibration.py": 6,
     "tests/planner/costs/test_casts.py": 4,
     "tests/planner/costs/test_prices.py": 6,
-    "tests/planner/cutting/test_roomier.py": 6,
+    "tests/planner/cutting/test_memory_aware.py": 6,
     "tests/planner/memory/test_sharing.py": 4,
     "tests/planner/memory/test_update.py": 5,
     "tests/planner/search/test_ranking.py": 3,
@@ -156,7 +156,7 @@ CASES: Final = {
     "tests/optim/test_masters.py": 5,
     "tests/preflight/test_settings.py": 4,
     "tests/trainer/search/test_answer.py": 4,
-    "tests/trainer/start/test_choosing.py": 4,
+    "tests/trainer/start/test_layout_choice.py": 4,
     "tests/checkpoint/test_in_memory.py": 5,
     "tests/verify/test_seeded_faults.py": 3,
     "tests/verify/test_verify.py": 4,

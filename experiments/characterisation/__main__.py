@@ -23,7 +23,7 @@ import torch
 from experiments.characterisation.measuring import Found, measure_all, table
 from experiments.characterisation.sweeps import Setting, Sweep, sweeps
 from experiments.course.charts import bars
-from gpipe_hpc.bench.figures import Measured
+from gpipe_hpc.bench.figures import PointResult
 from gpipe_hpc.bench.running import measure
 
 HERE: Final = Path(__file__).parent
@@ -48,7 +48,7 @@ Bars are medians over rounds, the line over a bar is from the slowest round to t
 """
 
 
-def _measured(setting: Setting, steps: int) -> Measured:
+def _measured(setting: Setting, steps: int) -> PointResult:
     words = [*MODEL, *setting.words, f"bench.steps={steps}"]
     return measure(setting.point, words, LIMIT_S)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from experiments.characterisation.sweeps import Setting, Sweep
-from gpipe_hpc.bench.figures import Measured
+from gpipe_hpc.bench.figures import PointResult
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Found:
 
 
 def measure_all(
-    sweeps: Iterable[Sweep], rounds: int, measure: Callable[[Setting], Measured]
+    sweeps: Iterable[Sweep], rounds: int, measure: Callable[[Setting], PointResult]
 ) -> list[list[Found]]:
     """Measure every point once per round, so that other load on the machine affects all equally.
 

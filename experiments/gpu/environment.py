@@ -95,7 +95,7 @@ def matrix_rates(device: Device) -> dict[str, Any]:
     """Return FLOP/s of bfloat16 matmuls of random matrices, the median of 15 for each width."""
     found: dict[str, Any] = {"data_sheet": peak_flops_per_s(device.name, "bfloat16")}
     for width in (2048, 4096, 8192) if device.is_accelerator else (256,):
-        pair = [device.bring(torch.randn(width, width).to(torch.bfloat16)) for _ in "ab"]
+        pair = [device.to_device(torch.randn(width, width).to(torch.bfloat16)) for _ in "ab"]
         times = [timed(partial(torch.matmul, *pair), device.synchronize) for _ in range(20)]
         found[str(width)] = 2 * width**3 / statistics.median(times[5:])
     return found
@@ -107,8 +107,8 @@ def copy_rates(device: Device) -> dict[str, float]:
     pinned, own = (make([nbytes], torch.uint8) for make in (device.pinned, device.empty))
     other = device.empty([nbytes], torch.uint8)
     ways = {
-        "to the device": lambda: device.bring_into(own, pinned),
-        "to the host": lambda: device.fetch_into(pinned, own),
+        "to the device": lambda: device.copy_to_device(own, pinned),
+        "to the host": lambda: device.copy_to_host(pinned, own),
         "within the device": lambda: other.copy_(own),
     }
     return {
@@ -119,7 +119,7 @@ def copy_rates(device: Device) -> dict[str, float]:
 
 def one_of_everything(device: Device) -> dict[str, str]:
     """Call each device function that the package uses once; return which fail, and how."""
-    tensor = device.bring(torch.arange(1024.0))
+    tensor = device.to_device(torch.arange(1024.0))
     pinned = device.pinned([1024], torch.float32)
     side = device.stream()
 
@@ -129,9 +129,9 @@ def one_of_everything(device: Device) -> dict[str, str]:
         made.record()
         with device.on(side):
             side.wait_event(made)
-            device.fetch_into(pinned, tensor)
+            device.copy_to_host(pinned, tensor)
             done = side.record_event()
-        device.lend(tensor, side)
+        device.keep_for_stream(tensor, side)
         done.synchronize()
         assert torch.equal(pinned, torch.arange(1024.0)), "the copy has other values"
         assert done.query()
@@ -180,8 +180,8 @@ def one_of_everything(device: Device) -> dict[str, str]:
 
     def fetched() -> str:
         assert device.holds(tensor)
-        assert torch.equal(device.fetch(tensor), torch.arange(1024.0))
-        non_blocking = device.bring(pinned, non_blocking=True)
+        assert torch.equal(device.to_host(tensor), torch.arange(1024.0))
+        non_blocking = device.to_device(pinned, non_blocking=True)
         device.synchronize()
         assert device.holds(non_blocking)
         return "ok"
@@ -189,12 +189,12 @@ def one_of_everything(device: Device) -> dict[str, str]:
     def exactly() -> str:
         """Compute the same bits twice in the package's deterministic context."""
         with device.deterministic():
-            left = device.bring(torch.ones(64, 64))
+            left = device.to_device(torch.ones(64, 64))
             assert torch.equal(left @ left, left @ left)
         return "ok"
 
     def float64() -> str:
-        value = device.bring(torch.tensor(3.0, dtype=torch.float64))
+        value = device.to_device(torch.tensor(3.0, dtype=torch.float64))
         exact = power_near_inverse(value)
         assert float(exact) == 0.25, f"a power of two is {float(exact)}"
         return "ok"

@@ -54,7 +54,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def plain_gradients(device: Device) -> dict[str, Tensor]:
     """Return the gradients of the mean loss on the host, by global name."""
-    inputs, targets = map(device.bring, batch())
+    inputs, targets = map(device.to_device, batch())
     modules = torch.nn.ModuleList(
         build_layer(layer, index=index, seed=SEED) for index, layer in enumerate(model())
     ).to(device.torch)
@@ -66,7 +66,7 @@ def plain_gradients(device: Device) -> dict[str, Tensor]:
     found = {}
     for name, parameter in modules.named_parameters():
         assert parameter.grad is not None, f"{name}: no gradient"
-        found[f"layers.{name}"] = device.fetch(parameter.grad)
+        found[f"layers.{name}"] = device.to_host(parameter.grad)
     return found
 
 
@@ -95,7 +95,7 @@ def largest_error(
     return max(
         (
             float(
-                (world.device.fetch(p.grad) - expected[name]).abs().max()
+                (world.device.to_host(p.grad) - expected[name]).abs().max()
                 / expected[name].abs().max()
             )
             for name, p in own

@@ -89,7 +89,7 @@ def measure(
 
 def plain(size: Size, batch: tuple[Tensor, Tensor], device: Device) -> Any:
     """Return gradient accumulation under autocast with recomputation of each layer."""
-    inputs, targets = map(device.bring, batch)
+    inputs, targets = map(device.to_device, batch)
     with torch.device(device.torch):
         layers = nn.ModuleList(spec.build() for spec in size.layers())
 
@@ -110,7 +110,7 @@ def plain(size: Size, batch: tuple[Tensor, Tensor], device: Device) -> Any:
 
 def ours(size: Size, batch: tuple[Tensor, Tensor], device: Device, build_on: str) -> Any:
     """Return a pipeline of one rank with virtual stages, each recomputed."""
-    inputs, targets = map(device.bring, batch)
+    inputs, targets = map(device.to_device, batch)
     pipe = size.pipeline(
         device,
         seed=SEED,

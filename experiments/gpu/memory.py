@@ -14,7 +14,7 @@ from gpipe_hpc import Pipeline
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.models import token_cross_entropy
-from gpipe_hpc.planner import Counted, Example, measure_layers
+from gpipe_hpc.planner import CountedCosts, Example, measure_layers
 from gpipe_hpc.planner.forecast import forecast
 
 MODES: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def measured(
     size: Size, batch: tuple[Tensor, Tensor], device: Device, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the peak of the third step, its forecast, and the memory kept between steps."""
-    inputs, targets = map(device.bring, batch)
+    inputs, targets = map(device.to_device, batch)
     before = device.memory_allocated()
     pipe = size.pipeline(device, seed=SEED, **{"schedule": "one_f_one_b", **settings})
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, fused=device.is_accelerator)
@@ -90,7 +90,7 @@ def left_by_measuring(size: Size, batch: tuple[Tensor, Tensor], device: Device) 
     """Return the bytes that remain allocated after layers were measured; None on CPUs."""
     if not device.is_accelerator:
         return None
-    inputs, targets = (device.bring(each[: size.samples]) for each in batch)
+    inputs, targets = (device.to_device(each[: size.samples]) for each in batch)
 
     def left() -> int:
         with casting("bfloat16", device):
@@ -116,7 +116,7 @@ def planned_bytes(size: Size, batch: tuple[Tensor, Tensor], pipe: Pipeline) -> i
     inputs, targets = (each[: size.samples].to("meta") for each in batch)
     request = pipe.request
     on = Example(inputs, targets, token_cross_entropy, request.seed, pipe.world.device)
-    counted = Counted(size.layers(), on, request.precision, shares_casts=not request.offload)
+    counted = CountedCosts(size.layers(), on, request.precision, shares_casts=not request.offload)
     layout = pipe.layout
     planned = forecast(
         counted.count,

@@ -45,7 +45,7 @@ class Contestant:
 
 def plain(size: Size, batch: tuple[Tensor, Tensor], device: Device, backend: str) -> Contestant:
     """Return gradient accumulation under autocast, with layers compiled separately."""
-    inputs, targets = map(device.bring, batch)
+    inputs, targets = map(device.to_device, batch)
     specs = size.layers()
     whole = nn.ModuleList(build_layer(s, index=i, seed=SEED) for i, s in enumerate(specs))
     whole.to(device.torch)
@@ -83,7 +83,7 @@ def ours(
     **settings: Any,
 ) -> Contestant:
     """Return a pipeline of one rank, with virtual stages if there are several."""
-    inputs, targets = map(device.bring, batch)
+    inputs, targets = map(device.to_device, batch)
     virtual = {"schedule": "interleaved", "schedule_options": {"stages_per_rank": stages}}
     pipe = size.pipeline(
         device,

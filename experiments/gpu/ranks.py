@@ -22,7 +22,7 @@ from experiments.gpu.gradients import (
     plain_gradients,
 )
 from experiments.gpu.running import Findings, enter, options
-from gpipe_hpc.comm.world.forming import Former
+from gpipe_hpc.comm.world.group_factory import ProcessGroupFactory
 from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.comm.world.world import World
 
@@ -54,7 +54,7 @@ def main() -> None:
         # All ranks learn the worst, so that all go on or all stop.
         worst = torch.tensor([error], dtype=torch.float64)
         if world.size > 1:
-            world.everybody.all_reduce_max(worst)
+            world.world_group.all_reduce_max(worst)
         findings.add(f"gradient error of {name}", float(worst))
         if not float(worst) < limit:
             wrong.append(f"{name}: gradients are {float(worst):.1e} off, over {limit:g}")
@@ -83,14 +83,14 @@ def summed(world: World) -> float:
 
     A world of one rank has no such group, so one is created here; otherwise no backend would start.
     """
-    tensor = world.device.bring(torch.full([1024], float(world.rank + 1)))
+    tensor = world.device.to_device(torch.full([1024], float(world.rank + 1)))
     if world.size == 1 and dist.is_initialized():
         backend = dist.get_backend_config()
-        former = Former("alone", timedelta(seconds=60), backend)
+        former = ProcessGroupFactory("alone", timedelta(seconds=60), backend)
         dist.all_reduce(tensor, group=former.form((0,)))
     else:
-        world.everybody.all_reduce(tensor)
-    found = world.device.fetch(tensor)
+        world.world_group.all_reduce(tensor)
+    found = world.device.to_host(tensor)
     wanted = world.size * (world.size + 1) / 2
     assert bool((found == wanted).all()), f"the sum is {found[0]}, not {wanted}"
     return float(found[0])

@@ -114,7 +114,7 @@ def lanes(work: Sequence[Work], columns: int = COLUMNS) -> list[str]:
 def traced(device: Device, settings: dict[str, Any]) -> dict[str, Any]:
     """Train three steps with a trace of the last; return the work of its streams."""
     size = SIZES["small" if device.is_accelerator else "tiny"]
-    inputs, targets = map(device.bring, size.batch())
+    inputs, targets = map(device.to_device, size.batch())
     pipe = size.pipeline(device, **settings)
     for _ in range(2):
         pipe.step(inputs, targets)

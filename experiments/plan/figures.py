@@ -7,7 +7,7 @@ from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
 from experiments.plan.running import Result
-from gpipe_hpc.planner.telling.columns import aligned
+from gpipe_hpc.planner.report.columns import aligned
 from gpipe_hpc.units import bytes_text
 
 _LEAST = 3  # results of which an order can be told

@@ -13,18 +13,18 @@ from statistics import median
 
 import torch
 
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.config import build_target, check_config, compose_config
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planner.report.columns import aligned
 from gpipe_hpc.planner.search.text import distinct
-from gpipe_hpc.planner.search.trial import Trial
-from gpipe_hpc.planner.telling.columns import aligned
+from gpipe_hpc.planner.search.trial import CandidateEvaluation
 from gpipe_hpc.settings import Config
-from gpipe_hpc.trainer.joining import join_world
 from gpipe_hpc.trainer.search.answer import compared
-from gpipe_hpc.trainer.search.from_settings import Searching
+from gpipe_hpc.trainer.search.from_settings import LayoutSearch
 from gpipe_hpc.trainer.start.building import build_pipeline
+from gpipe_hpc.trainer.start_world import join_world
 
 NUM_EACH = 3
 ROUNDS = 12
@@ -38,10 +38,12 @@ SETTINGS = (
 )
 
 
-def ends_of_ranking(config: Config, words: list[str]) -> list[tuple[Trial, list[str]]]:
+def ends_of_ranking(
+    config: Config, words: list[str]
+) -> list[tuple[CandidateEvaluation, list[str]]]:
     """Return the first and last lines of the ranking, with their settings."""
     trials = distinct(compared(config, words).ranking.trials, 1000)
-    base = Searching.of(config, words).space(config.plan.ranks or 1).base
+    base = LayoutSearch.of(config, words).space(config.plan.ranks or 1).base
     chosen = [*trials[:NUM_EACH], *trials[-NUM_EACH:]]
     return [(trial, trial.overrides(base)) for trial in chosen]
 
@@ -71,10 +73,10 @@ def step_s(pipe: Pipeline, optimizer: torch.optim.Optimizer, world: World, confi
     inputs, targets = tokens_of(config, config.train.batch_size)
     part = pipe.share(len(inputs))
     together_now = torch.zeros(1)
-    world.everybody.all_reduce(together_now)
+    world.world_group.all_reduce(together_now)
     began_s = time.perf_counter()
     pipe.step(inputs[part], targets[part])
-    world.everybody.all_reduce(together_now)
+    world.world_group.all_reduce(together_now)
     took_s = time.perf_counter() - began_s
     optimizer.step()
     return took_s
@@ -85,10 +87,10 @@ def main() -> None:
     config = compose_config(words)
     world = join_world(config)
     config = replace(config, plan=replace(config.plan, ranks=world.size))
-    with together(world, "ranking"):
+    with collective_errors(world, "ranking"):
         own = ends_of_ranking(config, words) if world.rank == 0 else None
         lines = [] if own is None else [(each.step_s, said) for each, said in own]
-        lines = world.everybody.broadcast_object(lines, root=0)
+        lines = world.world_group.broadcast_object(lines, root=0)
     pipes = [pipeline_of([*words, *said], world) for _, said in lines]
     optimizers = [pipe.optimizer(partial(torch.optim.AdamW, lr=1e-4)) for pipe in pipes]
     each_one = list(zip(pipes, optimizers, strict=True))

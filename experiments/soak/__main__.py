@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from experiments.soak.draws import Run, draw
-from experiments.soak.grounds import OwnServer, TwoGrounds, this_machine
-from experiments.soak.life import End, Life, Problem
+from experiments.soak.execution import Problem, RunEnd, RunExecution
+from experiments.soak.hosts import NetworkedHosts, OwnServer, this_machine
 from experiments.soak.own_disks import make_own_disks
+from experiments.soak.plan import Run, draw
 from experiments.soak.results import Results
 from experiments.two_hosts import LackingError
 
@@ -71,7 +71,7 @@ def chosen(wishes: Wishes) -> list[Run]:
     ]
 
 
-def live_through(run: Run, life: Life, results: Results) -> None:
+def live_through(run: Run, life: RunExecution, results: Results) -> None:
     """Inject the faults of a run, compare its result, and record the outcome."""
     struck = 0
     try:
@@ -85,7 +85,7 @@ def live_through(run: Run, life: Life, results: Results) -> None:
         if struck < len(run.faults):
             results.leave_out(run.faults[struck:], why[:300])
         else:
-            results.add_end(End(run.number, problems=[why]))
+            results.add_end(RunEnd(run.number, problems=[why]))
     finally:
         life.close()
 
@@ -107,11 +107,13 @@ def main() -> None:
         for run in chosen(wishes):
             folder = work / f"run_{run.number}"
             try:
-                ground = TwoGrounds(work / f"hosts_{run.number}") if run.on_hosts else here
+                ground = NetworkedHosts(work / f"hosts_{run.number}") if run.on_hosts else here
             except LackingError as error:
                 results.leave_out(run.faults, f"no two hosts here: {error}")
                 continue
-            life = Life(run, ground, folder, disk, pace_s=wishes.pace_s, can_fill=refused is None)
+            life = RunExecution(
+                run, ground, folder, disk, pace_s=wishes.pace_s, can_fill=refused is None
+            )
             live_through(run, life, results)
             ground.close()
     if wishes.keep:

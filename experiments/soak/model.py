@@ -24,7 +24,7 @@ NUM_LAYERS: Final = 17
 _STUCK_S: Final = 3600.0
 
 
-class Obeying(nn.Module):
+class CommandedModel(nn.Module):
     """A residual layer with dropout: [B, width] -> [B, width]; the first also casts and waits.
 
     `pace_s`: how long a forward of the first layer sleeps in training.
@@ -68,7 +68,7 @@ def build(width: int = 64, num_classes: int = 10, dtype: str = "float64") -> lis
     """Return the layers, and install the hook that executes commands during a save."""
     number_type = {"float32": torch.float32, "float64": torch.float64}[dtype]
     patch.object(FileSystemWriter, "write_data", _obedient(_WRITE)).start()
-    layers = [LayerSpec(Obeying, width, number_type, i == 0) for i in range(NUM_LAYERS)]
+    layers = [LayerSpec(CommandedModel, width, number_type, i == 0) for i in range(NUM_LAYERS)]
     return [*layers, LayerSpec(nn.Linear, width, num_classes, dtype=number_type)]
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.soak.draws import Fault, Kind
-from experiments.soak.life import NAMED_S, End, Verdict
+from experiments.soak.execution import NAMED_S, RunEnd, Verdict
+from experiments.soak.plan import Fault, Kind
 
 
 class Results:
@@ -18,7 +18,7 @@ class Results:
     def __init__(self, words: Sequence[str], out: Path | None, without_disks: str | None) -> None:
         self._words, self._out, self._without_disks = list(words), out, without_disks
         self._verdicts: list[Verdict] = []
-        self._ends: list[End] = []
+        self._ends: list[RunEnd] = []
         self._left_out: list[tuple[Fault, str]] = []
         self._began_s = time.time()
 
@@ -55,7 +55,7 @@ class Results:
         self._tell(verdict.problems)
         self._write()
 
-    def add_end(self, end: End) -> None:
+    def add_end(self, end: RunEnd) -> None:
         """Record the final comparison of a run."""
         self._ends.append(end)
         print(

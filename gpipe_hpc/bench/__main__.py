@@ -8,12 +8,12 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Final
 
-from gpipe_hpc.bench.figures import Measured, table
+from gpipe_hpc.bench.figures import PointResult, table
 from gpipe_hpc.bench.plot import draw
 from gpipe_hpc.bench.running import code_of, measure, refusal
 from gpipe_hpc.bench.sweep import Point, at_point, points
-from gpipe_hpc.comm.watchdog.saying import say
-from gpipe_hpc.config import ExitCode, Job, check_config, check_timing, run_jobs, say_error
+from gpipe_hpc.comm.watchdog.output_streams import print_line
+from gpipe_hpc.config import CommandJob, ExitCode, check_config, check_timing, print_error, run_jobs
 from gpipe_hpc.data.paths import expand
 from gpipe_hpc.errors import GpipeError, is_users_mistake
 from gpipe_hpc.preflight.layout import plan_layout
@@ -31,20 +31,20 @@ def main() -> None:
     sys.exit(run_jobs(_task, "bench", unshared="bench.out"))
 
 
-def _task(job: Job) -> int:
+def _task(job: CommandJob) -> int:
     config = job.config
     try:
         check_timing(config)
         wanted = points(config)
     except GpipeError as error:
-        return say_error(error)
+        return print_error(error)
     refused = {point: why for point in wanted if (why := _refusal(config, point)) is not None}
     if len(refused) == len(wanted):
-        return say_error(refused[wanted[0]])
+        return print_error(refused[wanted[0]])
     try:
         return _time_steps(wanted, refused, job)
     except OSError as error:
-        say(f"gpipe_hpc: bench.out: {error}")
+        print_line(f"gpipe_hpc: bench.out: {error}")
         return ExitCode.FAILED
 
 
@@ -69,27 +69,29 @@ def _check_files(config: Config) -> None:
         expand([each for each in patterns if not glob(expanduser(each), recursive=True)])
 
 
-def _time_steps(wanted: Sequence[Point], refused: Mapping[Point, GpipeError], job: Job) -> int:
+def _time_steps(
+    wanted: Sequence[Point], refused: Mapping[Point, GpipeError], job: CommandJob
+) -> int:
     """Measure all points whose settings may work; return the exit code, 0 if any was measured."""
     found = []
     for number, point in enumerate(wanted, 1):
-        say(f"{number}/{len(wanted)}: {point.named()}")
+        print_line(f"{number}/{len(wanted)}: {point.named()}")
         found.append(
-            Measured(point, failed=refusal(refused[point]))
+            PointResult(point, failed=refusal(refused[point]))
             if point in refused
             else measure(point, job.words)
         )
         if found[-1].failed:
-            say(f"  {found[-1].failed}")
+            print_line(f"  {found[-1].failed}")
     print(table(found))
     if job.config.bench.out is not None:
         _keep(found, Path(job.config.bench.out))
     return code_of(any(each.steps_s for each in found), [each.failed for each in found])
 
 
-def _keep(found: list[Measured], folder: Path) -> None:
+def _keep(found: list[PointResult], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    told = [each.told() for each in found]
+    told = [each.as_dict() for each in found]
     (folder / "bench.json").write_text(json.dumps(told, indent=1) + "\n")
     (folder / "bench.md").write_text(table(found) + "\n")
     if not draw(found, folder / "bench.svg"):

@@ -22,7 +22,7 @@ _HEAD: Final = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class PointResult:
     """Measurement of one point of a sweep.
 
     `steps_s` are the seconds of each step, `bubble` is idle time / total time of all ranks in the
@@ -46,12 +46,12 @@ class Measured:
         """Return the samples per second at the median step time."""
         return self.point.batch_size / self.median_s
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the measurement as a dict for JSON."""
         return {**asdict(self), "point": self.point._asdict()}
 
 
-def table(found: Sequence[Measured]) -> str:
+def table(found: Sequence[PointResult]) -> str:
     """Return a Markdown table with a row per point; speed-ups are relative to the first point."""
     first = next((each for each in found if each.steps_s), None)
     lines = [f"| {' | '.join(_HEAD)} |", "|" + "---:|" * len(_HEAD)]
@@ -59,7 +59,7 @@ def table(found: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def _cells(each: Measured, first: Measured | None) -> list[str]:
+def _cells(each: PointResult, first: PointResult | None) -> list[str]:
     named = [str(value) for value in each.point]
     if not each.steps_s or first is None:
         return [*named, f"none: {each.failed}".replace("|", "/"), *[""] * (len(_HEAD) - 6)]

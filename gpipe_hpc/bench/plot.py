@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_hpc.bench.figures import Measured
+from gpipe_hpc.bench.figures import PointResult
 from gpipe_hpc.bench.sweep import varied
 
 
-def draw(found: Sequence[Measured], path: Path) -> bool:
+def draw(found: Sequence[PointResult], path: Path) -> bool:
     """Plot samples per second over the setting that has the most values.
 
     There is a line for each combination of other settings. Returns whether a plot was written: not

@@ -11,21 +11,21 @@ from typing import Any, Final
 
 import torch
 
-from gpipe_hpc.bench.running import say_failure
+from gpipe_hpc.bench.running import print_failure
 from gpipe_hpc.comm.collectives.rank_summary import summarise_ranks
 from gpipe_hpc.comm.world.launcher import detect_launch
 from gpipe_hpc.comm.world.world import World
-from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs
+from gpipe_hpc.config import CommandJob, ExitCode, check_config, run_jobs
 from gpipe_hpc.device.cores.bind import bound
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.figures.throughput import tokens_per_sample
-from gpipe_hpc.trainer.joining import join_world
 from gpipe_hpc.trainer.one_step import refuse_non_finite, train_one_step
-from gpipe_hpc.trainer.run.identity import UNRECORDED, Run
+from gpipe_hpc.trainer.run.identity import UNRECORDED, RunIdentity
 from gpipe_hpc.trainer.session import Session
 from gpipe_hpc.trainer.start import open_session
-from gpipe_hpc.trainer.step_edge import RankStepInfo, StepEdge, agree
+from gpipe_hpc.trainer.start_world import join_world
+from gpipe_hpc.trainer.step_boundary import RankStepInfo, StepBoundary, agree
 
 _WARM_UP: Final = 2
 
@@ -35,11 +35,11 @@ def main() -> None:
     sys.exit(run_jobs(_task, "bench"))
 
 
-def _task(job: Job) -> int:
+def _task(job: CommandJob) -> int:
     try:
         _measure(job.config)
     except GpipeError as error:
-        return say_failure(error, job.config)
+        return print_failure(error, job.config)
     return ExitCode.DONE
 
 
@@ -54,8 +54,8 @@ def _measure(config: Config) -> None:
         bound(world, config.train.bind, config.train.num_threads),
         tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as own,
     ):
-        folder = Path(world.everybody.broadcast_object(own if world.rank == 0 else None, root=0))
-        run = Run(folder, UNRECORDED, is_repeated=False)
+        folder = Path(world.world_group.broadcast_object(own if world.rank == 0 else None, root=0))
+        run = RunIdentity(folder, UNRECORDED, is_repeated=False)
         with closing(open_session(config, world, run, None)) as session:
             found = _steps(session, config.bench.steps)
         if world.rank == 0 and config.bench.out is not None:
@@ -63,25 +63,25 @@ def _measure(config: Config) -> None:
 
 
 def _steps(session: Session, num_steps: int) -> dict[str, Any]:
-    """Train and time some steps; return the fields of `Measured`, equal on every rank."""
+    """Train and time some steps; return the fields of `PointResult`, equal on every rank."""
     pipe, config = session.pipe, session.config
-    edge = StepEdge(pipe.everybody)
+    edge = StepBoundary(pipe.world_group)
     own_s, idle_s, pipeline_s = [], 0.0, 0.0
     for number in range(_WARM_UP + num_steps):
-        pipe.everybody.all_reduce(torch.zeros(1))  # all ranks begin together
+        pipe.world_group.all_reduce(torch.zeros(1))  # all ranks begin together
         began_s = time.perf_counter()
         refuse_non_finite(session, train_one_step(session))
         _finish(pipe.world)
         took_s = time.perf_counter() - began_s
         told = RankStepInfo(pipe.last_step_times(), 0, origin_s=edge.origin_s)
-        overall = summarise_ranks(told.numbers(), pipe.everybody, pipe.world.rank)
+        overall = summarise_ranks(told.numbers(), pipe.world_group, pipe.world.rank)
         agreed = agree(overall, pipe.world.size)
         edge.leave(time.perf_counter())
         if number >= _WARM_UP:
             own_s.append(took_s)
             idle_s += agreed.bubble * agreed.pipeline_s
             pipeline_s += agreed.pipeline_s
-    steps_and_peaks = pipe.everybody.all_gather_object((own_s, pipe.world.device.memory_peak()))
+    steps_and_peaks = pipe.world_group.all_gather_object((own_s, pipe.world.device.memory_peak()))
     tokens = config.train.batch_size * (tokens_per_sample(config.data) or 0)
     return {
         "steps_s": [

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.bench.figures import Measured
+from gpipe_hpc.bench.figures import PointResult
 from gpipe_hpc.bench.sweep import Point
-from gpipe_hpc.config import ExitCode, say_error
+from gpipe_hpc.config import ExitCode, print_error
 from gpipe_hpc.errors import GpipeError, PeerError
 from gpipe_hpc.settings import Config
 
@@ -23,22 +23,26 @@ LIMIT_S: Final = 3600.0  # for one point; waiting ranks exit after comm.timeout_
 _GRACE_S: Final = 45.0  # torchrun waits 30 s for its ranks before it kills them
 
 
-class Failed(NamedTuple):
+class PointFailure(NamedTuple):
     """The reason why a measurement failed."""
 
     why: str
 
 
-def measure(point: Point, words: Sequence[str], limit_s: float = LIMIT_S) -> Measured:
+def measure(point: Point, words: Sequence[str], limit_s: float = LIMIT_S) -> PointResult:
     """Measure a point in new processes; `words` are the user's overrides."""
     own = [*words, *point.overrides]
     told = run_ranks(_POINT, point.ranks, point.threads, own, limit_s)
-    return Measured(point, failed=told.why) if isinstance(told, Failed) else Measured(point, **told)
+    return (
+        PointResult(point, failed=told.why)
+        if isinstance(told, PointFailure)
+        else PointResult(point, **told)
+    )
 
 
 def run_ranks(
     module: str, ranks: int, threads: int, words: Sequence[str], limit_s: float = LIMIT_S
-) -> dict[str, Any] | Failed:
+) -> dict[str, Any] | PointFailure:
     """Run a module on ranks of this machine; return the JSON that rank 0 writes to bench.out."""
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as folder:
         result, log = Path(folder) / "point.json", Path(folder) / "log"
@@ -61,19 +65,19 @@ def run_ranks(
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                return Failed(f"took longer than {limit_s:g} s")
+                return PointFailure(f"took longer than {limit_s:g} s")
             finally:
                 _end(process)
         told: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
         if code or _CODE in told or not told:
             # torchrun exits with 1 for any exit code of its ranks.
-            return Failed(_reason(log.read_text(errors="replace"), told.get(_CODE, code)))
+            return PointFailure(_reason(log.read_text(errors="replace"), told.get(_CODE, code)))
         return told
 
 
-def say_failure(error: GpipeError, config: Config) -> int:
+def print_failure(error: GpipeError, config: Config) -> int:
     """Print the error of a rank of `run_ranks`, write its exit code to bench.out, and return it."""
-    code = say_error(error)
+    code = print_error(error)
     if config.bench.out is not None and not isinstance(error, PeerError):
         Path(config.bench.out).write_text(json.dumps({_CODE: code}))
     return code

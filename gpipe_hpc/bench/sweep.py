@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from gpipe_hpc.config import ranks_to_come
+from gpipe_hpc.config import num_planned_ranks
 from gpipe_hpc.settings import Config, refuse
 
 
@@ -55,7 +55,7 @@ def points(config: Config) -> list[Point]:
             if value < 1:
                 raise refuse(f"bench.{name}", "numbers from 1 up", value, "correct that one")
     lists = (
-        bench.ranks or [ranks_to_come(config, 1)],
+        bench.ranks or [num_planned_ranks(config, 1)],
         bench.threads or [1],
         bench.batch_sizes or [config.train.batch_size],
         bench.microbatches or [own.microbatches],

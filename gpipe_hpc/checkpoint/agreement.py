@@ -4,13 +4,13 @@ from collections.abc import Callable
 from socket import gethostname
 from typing import TypeVar
 
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.errors import CheckpointError
 
 T = TypeVar("T")
 
 
-def all_or_none(group: Gathering, action: Callable[[], T]) -> T:
+def all_or_none(group: ControlGroup, action: Callable[[], T]) -> T:
     """Run `action` on every rank; return its result if it succeeds on all of them. Collective.
 
     If `action` raises CheckpointError on some ranks, all ranks raise the error of the first of
@@ -25,7 +25,7 @@ def all_or_none(group: Gathering, action: Callable[[], T]) -> T:
     return value
 
 
-def raise_first(group: Gathering, refusal: CheckpointError | None) -> None:
+def raise_first(group: ControlGroup, refusal: CheckpointError | None) -> None:
     """Raise on every rank the error of the first rank that has one; return if none has. Collective.
 
     The text names that rank and its host, unless it is the first rank and the fault is in the

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
-from gpipe_hpc.checkpoint.saving import PendingCheckpoint, Written, begin, end, write
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.checkpoint.saving import PendingCheckpoint, WrittenTensors, begin, end, write
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.errors import CheckpointError
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 
-class _Job:
+class _WriteJob:
     """The thread that writes one rank's part of a checkpoint."""
 
     def __init__(self, begun: PendingCheckpoint, rank: int) -> None:
         self.begun = begun
-        self.result: Written | CheckpointError | None = None
+        self.result: WrittenTensors | CheckpointError | None = None
         self.seconds = 0.0
         self._rank = rank
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
@@ -57,7 +57,7 @@ class BackgroundSaver:
     def __init__(self, pipe: "Pipeline") -> None:
         self._pipe = pipe
         self._buffer = HostBuffer(pipe.world.device)
-        self._job: _Job | None = None
+        self._job: _WriteJob | None = None
         self.seconds = 0.0
         """Seconds in which this rank wrote its part of the last finished checkpoint."""
 
@@ -83,14 +83,14 @@ class BackgroundSaver:
         or if the new one cannot be started.
         """
         self.finish()
-        with together(self._pipe.world, f"saving {path}"):
+        with collective_errors(self._pipe.world, f"saving {path}"):
             begun = begin(self._pipe, Path(path), optimizer, extra)
             tensors = self._buffer.copy(begun.contents.tensors)
             # The caller may change its values before they are written.
             facts = copy.deepcopy(begun.contents.facts)
             contents = begun.contents._replace(tensors=tensors, facts=facts)
             begun = begun._replace(contents=contents)
-            self._job = _Job(begun, self._pipe.world.rank)
+            self._job = _WriteJob(begun, self._pipe.world.rank)
 
     def finish(self) -> Path | None:
         """Wait until all ranks have written; return the checkpoint's path, or None.
@@ -100,7 +100,7 @@ class BackgroundSaver:
         job, self._job = self._job, None
         if job is None:
             return None
-        with together(self._pipe.world, f"saving {job.begun.path}"):
+        with collective_errors(self._pipe.world, f"saving {job.begun.path}"):
             job.wait()
             self.seconds = job.seconds
             assert job.result is not None, "a thread ends with a result"

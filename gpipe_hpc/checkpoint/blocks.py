@@ -16,7 +16,7 @@ _PIECE_BYTES: Final = 2**18
 _MOST_THREADS: Final = 4
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """A range of `size` bytes of a file from `start` on."""
 
     path: Path
@@ -24,13 +24,13 @@ class Block(NamedTuple):
     size: int
 
 
-def blocks_of(path: Path, num_bytes: int, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+def blocks_of(path: Path, num_bytes: int, block_bytes: int = BLOCK_BYTES) -> list[FileBlock]:
     """Return a file's blocks; the last one may be shorter."""
     starts = range(0, num_bytes, block_bytes)
-    return [Block(path, start, min(block_bytes, num_bytes - start)) for start in starts]
+    return [FileBlock(path, start, min(block_bytes, num_bytes - start)) for start in starts]
 
 
-def digests(blocks: Sequence[Block]) -> list[str | OSError]:
+def digests(blocks: Sequence[FileBlock]) -> list[str | OSError]:
     """Return each block's SHA-256 in hexadecimal, or its OSError, computed in threads.
 
     If a file ends within a block, the digest is that of the existing bytes.
@@ -41,7 +41,7 @@ def digests(blocks: Sequence[Block]) -> list[str | OSError]:
         return list(pool.map(_digest, blocks))
 
 
-def _digest(block: Block) -> str | OSError:
+def _digest(block: FileBlock) -> str | OSError:
     found = hashlib.sha256()
     # Read pieces that fit in a core's cache until they are hashed.
     piece = memoryview(bytearray(min(_PIECE_BYTES, block.size)))

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.checkpoint.agreement import all_or_none
-from gpipe_hpc.checkpoint.apart import described, named_by
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.manifest import FORMAT, TYPED, Facts, versions
 from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
-from gpipe_hpc.checkpoint.parts import Part, assemble_states
+from gpipe_hpc.checkpoint.parts import StateShard, assemble_states
+from gpipe_hpc.checkpoint.rank_reports import Sizes, gather, sizes_of_all
+from gpipe_hpc.checkpoint.replica_states import local_sgd_entry, named_by
 from gpipe_hpc.checkpoint.states import Split, encode, split
-from gpipe_hpc.checkpoint.telling import Sizes, gather, sizes_of_all
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -68,7 +68,7 @@ def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: ob
         held |= {OUTER + name: tensor for name, tensor in pipe.outer_state().items()}
         if pipe.is_sharded:
             held |= assemble_states(pipe, parts)
-    everybody = pipe.everybody
+    everybody = pipe.world_group
     first, own = everybody.ranks[0], everybody.position
     written = all_or_none(
         everybody, lambda: _written(pipe, values, extra if pipe.world.rank == first else {})
@@ -93,13 +93,13 @@ def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: ob
 
 def _optimizer_state(
     pipe: "Pipeline", optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Any], dict[str, Part]]:
+) -> tuple[dict[str, Any], dict[str, StateShard]]:
     """Return the optimizer's state of this rank's parameters, named optimizer.<parameter>.<key>.
 
     Tensors have the shape of the whole parameter; partial ones are returned separately.
     """
     states: dict[str, Any] = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, StateShard] = {}
     stage_of = {info.name: info.stage for info in pipe.all_parameters}
     for name, held in pipe.owned_parameters().items():
         for key, value in optimizer.state.get(held.parameter, {}).items():
@@ -107,13 +107,13 @@ def _optimizer_state(
             if not (isinstance(value, Tensor) and held.is_elementwise(value)):
                 states[full] = value
             elif held.is_part:
-                parts[full] = Part(stage_of[name], name, held, value)
+                parts[full] = StateShard(stage_of[name], name, held, value)
             else:
                 states[full] = value.view(held.whole.shape)
     return states, parts
 
 
-class _Written(NamedTuple):
+class _EncodedStates(NamedTuple):
     """Encoded JSON values that this rank contributes besides tensors, and tensors of extra states.
 
     `values` and `extra` are results of `split`.
@@ -125,8 +125,8 @@ class _Written(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def _written(pipe: "Pipeline", values: Mapping[str, Any], extra: object) -> _Written:
-    return _Written(
+def _written(pipe: "Pipeline", values: Mapping[str, Any], extra: object) -> _EncodedStates:
+    return _EncodedStates(
         split_values(values),
         split({} if extra is None else extra, "extra", _REMEDY),
         *_extra_states(pipe),
@@ -224,7 +224,7 @@ def _facts(
         "parameters": {info.name: info.num_elements for info in pipe.all_parameters},
         "num_layers": pipe.num_layers,
         **layout_facts(pipe),
-        "apart": described(pipe),
+        "apart": local_sgd_entry(pipe),
         "partition": pipe.partition._asdict(),
         "values": {name: value for each in values for name, value in each.plain.items()},
         "states": states,

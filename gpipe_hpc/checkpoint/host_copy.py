@@ -61,5 +61,5 @@ def fill(
     """Copy tensors of `device` or the host into `copies`, and wait for completion."""
     with torch.no_grad():
         for name, tensor in tensors.items():
-            device.fetch_into(copies[name], tensor)
+            device.copy_to_host(copies[name], tensor)
     device.synchronize()

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint.agreement import all_or_none
-from gpipe_hpc.checkpoint.apart import Reading, average
 from gpipe_hpc.checkpoint.folder import OUTER, error_text, model_tensors, other_checkpoint
 from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.checkpoint.options import stored_options
+from gpipe_hpc.checkpoint.replica_states import ReplicaSources, average
 from gpipe_hpc.checkpoint.states import decode, tensor_names
 from gpipe_hpc.checkpoint.verifying import Verified, verify
-from gpipe_hpc.comm.collectives.group import Gathering, rank_names
+from gpipe_hpc.comm.collectives.group import ControlGroup, rank_names
 from gpipe_hpc.data_parallel import OwnedParameter
 from gpipe_hpc.device.device import Device, HostDevice
 from gpipe_hpc.device.host.machine import shared_identity
@@ -36,14 +36,14 @@ log = logging.getLogger("gpipe_hpc.checkpoint")
 _PART_BYTES: Final = 2**30
 
 
-class _Cut(NamedTuple):
+class _TensorSlice(NamedTuple):
     """Part of a stored tensor that a rank keeps, and the device for it."""
 
     held: OwnedParameter
     device: torch.device
 
 
-class _Plan(NamedTuple):
+class _LoadingPlan(NamedTuple):
     """The loading plan of one rank.
 
     Args:
@@ -60,12 +60,12 @@ class _Plan(NamedTuple):
 
     targets: dict[str, Tensor]
     wanted: dict[str, torch.device]
-    cuts: dict[str, _Cut]
+    cuts: dict[str, _TensorSlice]
     states: dict[nn.Parameter, dict[str, str]]
     options: list[dict[str, Any]]
     extra_states: list[tuple[nn.Module, Any]]
     outer: list[str]
-    reading: Reading
+    reading: ReplicaSources
     model: dict[str, Tensor]
 
 
@@ -84,7 +84,7 @@ def load(
             parameters of one group had different options, or if there is too little memory.
         HalfLoadedError: if a verified file can no longer be read.
     """
-    everybody = pipe.everybody
+    everybody = pipe.world_group
     found = checkpoint
     if isinstance(found, Path):
         found = verify(found, everybody, pipe.world.rank, partial(_note, pipe))
@@ -136,11 +136,13 @@ def _note(pipe: "Pipeline", activity: str) -> None:
     pipe.world.activity = activity
 
 
-def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | None) -> _Plan:
+def _plan(
+    pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | None
+) -> _LoadingPlan:
     """Run all checks and return the loading plan; nothing is changed."""
     path, facts, stored = found.path, found.facts, found.stored
     _check_model(pipe, path, facts)
-    reading = Reading.of(pipe, facts)
+    reading = ReplicaSources.of(pipe, facts)
     model = {reading.of_model(name): tensor for name, tensor in model_tensors(pipe).items()}
     for name, tensor in model.items():
         _check_fits(path, name, tensor, stored.get(name))
@@ -149,7 +151,7 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     states: dict[nn.Parameter, dict[str, str]] = {}
     options: list[dict[str, Any]] = []
     wanted = {other: tensor.device for n, tensor in model.items() for other in reading.others(n)}
-    cuts: dict[str, _Cut] = {}
+    cuts: dict[str, _TensorSlice] = {}
     if optimizer is not None:
         held = pipe.owned_parameters()
         named = [(name, each.parameter) for name, each in held.items()]
@@ -173,7 +175,7 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     lacking = next((name for name in wanted if name not in stored), None)
     if lacking is not None:
         raise _lacks(path, lacking)
-    return _Plan(targets, wanted, cuts, states, options, extra_states, outer, reading, model)
+    return _LoadingPlan(targets, wanted, cuts, states, options, extra_states, outer, reading, model)
 
 
 def _check_model(pipe: "Pipeline", path: Path, facts: Mapping[str, Any]) -> None:
@@ -253,7 +255,7 @@ def _warn_no_optimizer(pipe: "Pipeline", found: Verified) -> None:
     # In-memory checkpoints and the first versions have no list of groups.
     is_listed = found.facts.get("optimizer", True) or not found.facts["parameters"]
     is_there = any(name.startswith("optimizer.") for name in found.stored)
-    if is_listed or is_there or pipe.world.rank != pipe.everybody.ranks[0]:
+    if is_listed or is_there or pipe.world.rank != pipe.world_group.ranks[0]:
         return
     log.warning(
         "checkpoint %s was saved without an optimizer, so this optimizer starts with "
@@ -278,7 +280,7 @@ def _warn_unknown(pipe: "Pipeline", found: Verified, targets: Mapping[str, Tenso
 
 
 def _stored_states(
-    named: list[tuple[str, nn.Parameter]], names: list[str], reading: Reading
+    named: list[tuple[str, nn.Parameter]], names: list[str], reading: ReplicaSources
 ) -> dict[nn.Parameter, dict[str, str]]:
     """Return the names of the optimizer's stored state entries, by parameter and key."""
     by_prefix: dict[str, dict[str, str]] = {}
@@ -295,13 +297,13 @@ def _places(
     states: Mapping[nn.Parameter, Mapping[str, str]],
     stored: Mapping[str, StoredTensor],
     held: Sequence[OwnedParameter],
-) -> tuple[dict[str, Tensor], dict[str, torch.device], dict[str, _Cut]]:
+) -> tuple[dict[str, Tensor], dict[str, torch.device], dict[str, _TensorSlice]]:
     """Sort optimizer state into tensors to overwrite, tensors to create, and tensors to slice.
 
     The last are those of which this rank keeps a part, or stores the elements flattened.
     """
     of = {each.parameter: each for each in held}
-    cuts: dict[str, _Cut] = {}
+    cuts: dict[str, _TensorSlice] = {}
     counts_on_device = {
         parameter
         for group in optimizer.param_groups
@@ -321,7 +323,7 @@ def _places(
             own = optimizer.state.get(parameter, {}).get(key)
             is_like_whole = key != "step" and stored[full].shape == of[parameter].whole.shape
             if of[parameter].is_view and is_like_whole:
-                cuts[full] = _Cut(of[parameter], device)
+                cuts[full] = _TensorSlice(of[parameter], device)
             elif isinstance(own, Tensor) and _is_like(own, stored[full], device):
                 kept[full] = own.detach()
             else:
@@ -352,7 +354,9 @@ def _extra_states(pipe: "Pipeline", found: Verified) -> list[tuple[nn.Module, An
     return [(module, states[name]) for name, module in modules.items()]
 
 
-def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch.device, int]:
+def _needed_bytes(
+    plan: _LoadingPlan, stored: Mapping[str, StoredTensor]
+) -> dict[torch.device, int]:
     """Return the additional bytes needed for loading, by device: new tensors and a read buffer."""
     needed: dict[torch.device, int] = {}
     for name, device in plan.wanted.items():
@@ -369,7 +373,7 @@ def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch
 
 
 def _check_memory(
-    path: Path, group: Gathering, device: Device, needed: Mapping[torch.device, int]
+    path: Path, group: ControlGroup, device: Device, needed: Mapping[torch.device, int]
 ) -> None:
     """Raise CheckpointError on all ranks if a host or device lacks free memory. Collective.
 
@@ -412,7 +416,7 @@ def _memory_shortage(
     return None
 
 
-def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:
+def _make(plan: _LoadingPlan, found: Verified) -> dict[str, Tensor]:
     try:
         return {
             name: torch.empty(found.stored[name].shape, dtype=found.stored[name].dtype, device=d)
@@ -426,7 +430,7 @@ def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:
         ) from error
 
 
-def _cut_out(found: Verified, name: str, cut: _Cut) -> Tensor:
+def _cut_out(found: Verified, name: str, cut: _TensorSlice) -> Tensor:
     """Read a tensor and return the elements that this rank owns."""
     stored = found.stored[name]
     whole = torch.empty(stored.shape, dtype=stored.dtype)
@@ -447,7 +451,7 @@ def _check_readable(found: Verified, names: Iterable[str]) -> None:
 
 
 def _set_optimizer(
-    optimizer: torch.optim.Optimizer, plan: _Plan, values: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, plan: _LoadingPlan, values: Mapping[str, Any]
 ) -> None:
     optimizer.state.clear()
     for parameter, keys in plan.states.items():

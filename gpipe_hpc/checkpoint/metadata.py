@@ -68,7 +68,7 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
     """
     raw = read_bytes(path / METADATA, _MOST_BYTES)
     try:
-        root = _Reader(io.BytesIO(raw)).load()
+        root = _MetadataUnpickler(io.BytesIO(raw)).load()
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{type(error).__name__}: {error or 'truncated file'}") from error
     try:
@@ -96,7 +96,7 @@ def check_readable(path: Path, stored: StoredTensor) -> None:
     with open_regular(path / stored.file) as file:
         try:
             with torch.serialization.skip_data():
-                span = io.BufferedReader(_Span(file, stored.offset, stored.length))
+                span = io.BufferedReader(_FileRange(file, stored.offset, stored.length))
                 found = torch.load(span, map_location="cpu", weights_only=True)
         except OSError:
             raise
@@ -107,7 +107,7 @@ def check_readable(path: Path, stored: StoredTensor) -> None:
         raise ValueError(f"another shape or dtype than in {METADATA}")
 
 
-class _Span(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A range of bytes of a file, as a read-only file object."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
@@ -135,13 +135,13 @@ class _Span(io.RawIOBase):
         return len(found)
 
 
-class _Record:
+class _PickledCall:
     """Replacement for a class or function of a pickle that only stores its arguments and state."""
 
     arguments: tuple[Any, ...]
     state: Any = None
 
-    def __new__(cls, *arguments: Any) -> "_Record":
+    def __new__(cls, *arguments: Any) -> "_PickledCall":
         record = super().__new__(cls)
         record.arguments = arguments
         return record
@@ -151,7 +151,7 @@ class _Record:
 
 
 def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    def loaded(reader: "_Reader") -> None:
+    def loaded(reader: "_MetadataUnpickler") -> None:
         load(reader)
         reader._count_tuple()
 
@@ -170,7 +170,7 @@ _OPCODES: Final = (
 )
 
 
-class _Reader(pickle._Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
     """Unpickler restricted to the names of checkpoint metadata and dtypes.
 
     It uses Python's implementation, since the C implementation allows neither removing opcodes nor
@@ -187,7 +187,7 @@ class _Reader(pickle._Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._kinds: dict[tuple[str, str], type[_Record]] = {}
+        self._kinds: dict[tuple[str, str], type[_PickledCall]] = {}
         self._sizes: dict[int, int] = {}  # number of parts of each tuple, by its id()
         self._tuples: list[tuple[Any, ...]] = []  # keeps the tuples alive, so that ids are unique
 
@@ -200,7 +200,7 @@ class _Reader(pickle._Unpickler):
                 f"it refers to {module}.{name}, which is not allowed in a list of tensors and was "
                 f"not executed"
             )
-        return self._kinds.setdefault((module, name), type(name, (_Record,), {}))
+        return self._kinds.setdefault((module, name), type(name, (_PickledCall,), {}))
 
     def _count_tuple(self) -> None:
         """Raise UnpicklingError if the tuple on top of the stack has too many nested parts."""
@@ -245,13 +245,13 @@ def _stored_tensor(name: Any, entry: Any, place: Any) -> StoredTensor:
 
 
 def _state(record: Any, kind: str, *names: str) -> tuple[Any, ...]:
-    _expect(isinstance(record, _Record) and type(record).__name__ == kind, f"no {kind}")
+    _expect(isinstance(record, _PickledCall) and type(record).__name__ == kind, f"no {kind}")
     _expect(isinstance(record.state, dict), f"an empty {kind}")
     return tuple(record.state[name] for name in names)
 
 
 def _size(record: Any) -> torch.Size:
-    _expect(isinstance(record, _Record) and type(record).__name__ == "Size", "no size")
+    _expect(isinstance(record, _PickledCall) and type(record).__name__ == "Size", "no size")
     sizes = tuple(record.arguments[0])
     _expect(all(type(each) is int and each >= 0 for each in sizes), "a size that is not an integer")
     return torch.Size(sizes)

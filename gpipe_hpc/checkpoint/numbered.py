@@ -17,7 +17,7 @@ from typing import Final, SupportsIndex
 from gpipe_hpc.checkpoint.agreement import all_or_none
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, is_ours, steps_done
 from gpipe_hpc.checkpoint.manifest import MANIFEST
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
@@ -46,7 +46,7 @@ def save_numbered(
     folder: Path,
     step: int,
     keep: int | None,
-    group: Gathering,
+    group: ControlGroup,
     *,
     leads: bool,
     save: Callable[[Path], Path],

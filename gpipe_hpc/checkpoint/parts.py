@@ -17,7 +17,7 @@ from zlib import crc32
 
 from torch import Tensor
 
-from gpipe_hpc.comm.collectives.group import Group, Piece
+from gpipe_hpc.comm.collectives.group import Group, PeerTensor
 from gpipe_hpc.data_parallel import OwnedParameter, ShardSpan
 from gpipe_hpc.errors import CheckpointError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 
-class Part(NamedTuple):
+class StateShard(NamedTuple):
     """This rank's part of an optimizer state that has one element per parameter element.
 
     Args:
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     state: Tensor
 
 
-def assemble_states(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tensor]:
+def assemble_states(pipe: "Pipeline", own: Mapping[str, StateShard]) -> dict[str, Tensor]:
     """Assemble, in host memory, the sharded optimizer states that this rank writes. Collective.
 
     `own` maps names in the checkpoint to this rank's parts. Raises CheckpointError on all ranks if
@@ -55,7 +55,7 @@ def assemble_states(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tens
     return found
 
 
-def _assemble_stage(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
+def _assemble_stage(group: Group, own: Mapping[str, StateShard]) -> dict[str, Tensor]:
     """Assemble the sharded optimizer states of one stage that this rank writes."""
     found: dict[str, Tensor] = {}
     for name, part in sorted(own.items()):
@@ -117,8 +117,8 @@ def _forward(
         begin, end = _span(side, first, last)
         return row[begin - start : end - start]
 
-    def piece(at: int, tensor: Tensor) -> Piece:
-        return Piece(group.ranks[side[at].position], tensor)
+    def piece(at: int, tensor: Tensor) -> PeerTensor:
+        return PeerTensor(group.ranks[side[at].position], tensor)
 
     distance = 1
     while distance < len(side):
@@ -170,7 +170,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(sha256(text.encode()).digest()[:8]) % _PRIME
 
 
-def _check_alike(pipe: "Pipeline", own: Mapping[str, Part]) -> None:
+def _check_alike(pipe: "Pipeline", own: Mapping[str, StateShard]) -> None:
     """Raise CheckpointError on all ranks unless all owners of each parameter have equal states.
 
     Otherwise a rank would wait for data that another does not send. Each rank contributes one
@@ -186,9 +186,9 @@ def _check_alike(pipe: "Pipeline", own: Mapping[str, Part]) -> None:
             states[name] = ", ".join(sorted(kinds.get(name, ["none"])))
             position = pipe.sharers(stage_of[name]).position
             apart = apart.plus(StateCheck.of(states[name], name, held.spans, position))
-    if pipe.everybody.merge_object(apart, StateCheck.plus).number:
-        told = pipe.everybody.all_gather_object(states)
-        raise _state_error(zip(pipe.everybody.ranks, told, strict=True))
+    if pipe.world_group.merge_object(apart, StateCheck.plus).number:
+        told = pipe.world_group.all_gather_object(states)
+        raise _state_error(zip(pipe.world_group.ranks, told, strict=True))
 
 
 def _state_error(told: Iterable[tuple[int, Mapping[str, str]]]) -> CheckpointError:

@@ -36,7 +36,7 @@ log = logging.getLogger("gpipe_hpc.checkpoint")
 _MOST_EXTRA: Final = 64 * 2**20
 
 
-class Written(NamedTuple):
+class WrittenTensors(NamedTuple):
     """Descriptions of tensors that a rank has written, and manifest entries for its files."""
 
     tensors: dict[str, StoredTensor]
@@ -72,16 +72,18 @@ def begin(
     extra: Mapping[Any, Any] | None,
 ) -> PendingCheckpoint:
     """Collect the contents of a checkpoint and create its temporary folder. Collective."""
-    pipe.say_what_is_left()
+    pipe.log_pending()
     path = path.absolute()
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     contents = collect(pipe, optimizer, extra)
     leads = _leads(pipe)
-    all_or_none(pipe.everybody, lambda: _prepare(path, partial, contents.facts) if leads else None)
+    all_or_none(
+        pipe.world_group, lambda: _prepare(path, partial, contents.facts) if leads else None
+    )
     return PendingCheckpoint(path, partial, contents)
 
 
-def write(begun: PendingCheckpoint, rank: int) -> Written | CheckpointError:
+def write(begun: PendingCheckpoint, rank: int) -> WrittenTensors | CheckpointError:
     """Write a rank's tensors, from any thread; return the result, or the error as a value."""
     try:
         return write_files(begun.contents.tensors, begun.partial, rank)
@@ -89,23 +91,25 @@ def write(begun: PendingCheckpoint, rank: int) -> Written | CheckpointError:
         return _unwritten(begun.path, error, begun.contents.num_bytes)
 
 
-def end(pipe: "Pipeline", begun: PendingCheckpoint, written: Written | CheckpointError) -> Path:
+def end(
+    pipe: "Pipeline", begun: PendingCheckpoint, written: WrittenTensors | CheckpointError
+) -> Path:
     """Complete the checkpoint after all ranks have written, or remove it on failure. Collective."""
     path, partial, contents = begun
     leads = _leads(pipe)
     refusal = written if isinstance(written, CheckpointError) else None
-    first = pipe.everybody.ranks[0]
-    told = pipe.everybody.gather_object(None if refusal else written, first) or []
+    first = pipe.world_group.ranks[0]
+    told = pipe.world_group.gather_object(None if refusal else written, first) or []
     # Remove only after all ranks have finished writing and have measured the free space.
     if leads and any(part is None for part in told):
         shutil.rmtree(partial, ignore_errors=True)
-    raise_first(pipe.everybody, refusal)
-    all_or_none(pipe.everybody, lambda: commit(path, partial, contents, told) if leads else None)
+    raise_first(pipe.world_group, refusal)
+    all_or_none(pipe.world_group, lambda: commit(path, partial, contents, told) if leads else None)
     return path
 
 
 def _leads(pipe: "Pipeline") -> bool:
-    return pipe.world.rank == pipe.everybody.ranks[0]
+    return pipe.world.rank == pipe.world_group.ranks[0]
 
 
 def _prepare(path: Path, partial: Path, facts: Facts) -> None:
@@ -160,18 +164,18 @@ def _clear(partial: Path) -> None:
     shutil.rmtree(partial)
 
 
-def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Written:
+def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> WrittenTensors:
     """Write a rank's tensors into its own file and sync it to disk, without communication.
 
     Raises OSError, and any error of torch's writer.
     """
     if not tensors:
-        return Written({}, {})
+        return WrittenTensors({}, {})
     from gpipe_hpc.checkpoint.dcp import write_tensors
 
     stored = write_tensors(tensors, folder, rank)
     files = {tensor.file for tensor in stored.values()}
-    return Written(stored, {name: _entry(folder / name) for name in sorted(files)})
+    return WrittenTensors(stored, {name: _entry(folder / name) for name in sorted(files)})
 
 
 def _entry(file: Path) -> dict[str, Any]:
@@ -187,7 +191,7 @@ def _entry(file: Path) -> dict[str, Any]:
     return {"bytes": num_bytes, "sha256": found}
 
 
-def commit(path: Path, partial: Path, contents: Contents, parts: Sequence[Written]) -> None:
+def commit(path: Path, partial: Path, contents: Contents, parts: Sequence[WrittenTensors]) -> None:
     """Write the metadata and manifest, and rename the folder; called by one rank.
 
     Raises CheckpointError if this fails; nothing remains then.
@@ -217,7 +221,7 @@ def commit(path: Path, partial: Path, contents: Contents, parts: Sequence[Writte
         log.warning("checkpoint %s: complete, but a power failure may lose it: %s", path, error)
 
 
-def _check_visible(partial: Path, parts: Sequence[Written]) -> None:
+def _check_visible(partial: Path, parts: Sequence[WrittenTensors]) -> None:
     """Raise OSError unless the files of all ranks are visible in this rank's folder."""
     for rank, part in enumerate(parts):
         for name, entry in part.files.items():

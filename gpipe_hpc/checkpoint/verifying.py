@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
-from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
+from gpipe_hpc.checkpoint.blocks import FileBlock, blocks_of, digests
 from gpipe_hpc.checkpoint.folder import error_text, other_checkpoint, read_facts, read_stored
 from gpipe_hpc.checkpoint.manifest import MANIFEST, METADATA, Facts
 from gpipe_hpc.checkpoint.metadata import StoredTensor, check_readable, fill, listed
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
@@ -61,7 +61,7 @@ class Verified(NamedTuple):
 
 
 def verify(
-    path: Path, group: Gathering, rank: int, say: Callable[[str], None] = lambda _: None
+    path: Path, group: ControlGroup, rank: int, say: Callable[[str], None] = lambda _: None
 ) -> Verified:
     """Verify that a checkpoint is intact. Collective.
 
@@ -96,7 +96,7 @@ def verify(
     return Verified(path, facts, stored)
 
 
-def _check_same(path: Path, group: Gathering, facts: Facts) -> None:
+def _check_same(path: Path, group: ControlGroup, facts: Facts) -> None:
     seen = [(facts["digest"], group.ranks[group.position])]
     (_, first), *others = group.merge_object(seen, _first_of_two)
     if others:
@@ -135,19 +135,21 @@ def _check_files(path: Path, facts: Facts) -> None:
             )
 
 
-def _blocks(path: Path, facts: Facts) -> list[tuple[Block, str]]:
+def _blocks(path: Path, facts: Facts) -> list[tuple[FileBlock, str]]:
     """Return all blocks of all files with their expected digests."""
-    found: list[tuple[Block, str]] = []
+    found: list[tuple[FileBlock, str]] = []
     for name, entry in sorted(facts.get("files", {}).items()):
         blocks = blocks_of(path / name, entry["bytes"], facts["block_bytes"])
         found += zip(blocks, entry["sha256"], strict=True)
     return found
 
 
-def _shares(blocks: list[tuple[Block, str]], num_ranks: int) -> list[list[tuple[Block, str]]]:
+def _shares(
+    blocks: list[tuple[FileBlock, str]], num_ranks: int
+) -> list[list[tuple[FileBlock, str]]]:
     """Split the blocks into one contiguous group for each rank, of about equal bytes."""
     total = sum(block.size for block, _ in blocks)
-    shares: list[list[tuple[Block, str]]] = [[] for _ in range(num_ranks)]
+    shares: list[list[tuple[FileBlock, str]]] = [[] for _ in range(num_ranks)]
     done = 0
     for block, digest in blocks:
         shares[done * num_ranks // total].append((block, digest))
@@ -155,7 +157,7 @@ def _shares(blocks: list[tuple[Block, str]], num_ranks: int) -> list[list[tuple[
     return shares
 
 
-def _damaged(path: Path, blocks: list[tuple[Block, str]]) -> CheckpointError | None:
+def _damaged(path: Path, blocks: list[tuple[FileBlock, str]]) -> CheckpointError | None:
     """Return the error for the first block whose digest differs, or None."""
     found = digests([block for block, _ in blocks])
     for (block, written), digest in zip(blocks, found, strict=True):

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
         check_planning,
         check_timing,
         filled,
+        num_planned_ranks,
         on_ranks,
         portions_of,
-        ranks_to_come,
     )
-    from gpipe_hpc.config.commands import ExitCode, Job, run_jobs, say_error
+    from gpipe_hpc.config.commands import CommandJob, ExitCode, print_error, run_jobs
     from gpipe_hpc.config.compose import compose_config, conf_dir, config_yaml, written
     from gpipe_hpc.config.help import list_of_commands
     from gpipe_hpc.config.keywords import Keywords, by_keyword
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REMOVED",
+    "CommandJob",
     "ExitCode",
-    "Job",
     "Keywords",
     "bind_loss",
     "build_stored_model",
@@ -49,19 +49,19 @@ __all__ = [
     "filled",
     "list_of_commands",
     "locate",
+    "num_planned_ranks",
     "on_ranks",
     "own_call",
     "portions_of",
-    "ranks_to_come",
+    "print_error",
     "run_jobs",
-    "say_error",
     "written",
 ]
 
 _HOMES = (
     ("checks", "check_config check_drawing check_planning check_timing"),
-    ("checks", "filled on_ranks portions_of ranks_to_come"),
-    ("commands", "ExitCode Job run_jobs say_error"),
+    ("checks", "filled num_planned_ranks on_ranks portions_of"),
+    ("commands", "CommandJob ExitCode print_error run_jobs"),
     ("compose", "compose_config conf_dir config_yaml written"),
     ("removed", "REMOVED"),
     ("help", "list_of_commands"),

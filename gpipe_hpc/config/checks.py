@@ -10,7 +10,7 @@ from typing import Final
 
 from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.schedule import (
-    Rows,
+    PartialReplicas,
     in_rows,
     nearest_schedule,
     refuse_whole_replicas,
@@ -353,7 +353,7 @@ def filled(config: Config, num_ranks: int) -> Config:
     return replace(config, pipeline=replace(pipeline, replicas=replicas))
 
 
-def rows_of(config: Config, num_ranks: int) -> Rows | None:
+def rows_of(config: Config, num_ranks: int) -> PartialReplicas | None:
     """Return how pipelines of unequal length run on these ranks; None if all have equal length.
 
     Raises ConfigError for settings that need pipelines of equal length.
@@ -401,7 +401,7 @@ def on_ranks(config: Config, num_ranks: int) -> Config:
     return replace(config, pipeline=pipeline)
 
 
-def ranks_to_come(config: Config, default_stages: int) -> int:
+def num_planned_ranks(config: Config, default_stages: int) -> int:
     """Return the number of ranks that a run would have, for commands that start no ranks.
 
     Raises ConfigError for pipeline.stages=fit without pipeline.ranks.

@@ -20,8 +20,8 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_hpc.comm.watchdog.saying import code_of_output, keep_streams, say
-from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.watchdog.output_streams import output_exit_code, print_line, protect_streams
+from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error
 from gpipe_hpc.comm.watchdog.tracebacks import users_traceback
 from gpipe_hpc.config.compose import (
     CONF_VARIABLE,
@@ -31,7 +31,12 @@ from gpipe_hpc.config.compose import (
     overrides_of,
     register_schemas,
 )
-from gpipe_hpc.config.errors import check_words, composing_error, is_of_composing, unknown_option
+from gpipe_hpc.config.errors import (
+    check_arguments,
+    composing_error,
+    is_of_composing,
+    unknown_option,
+)
 from gpipe_hpc.config.help import help_of
 from gpipe_hpc.errors import ConfigError, GpipeError, NonFiniteError, is_users_mistake
 from gpipe_hpc.settings import Config, refuse
@@ -56,7 +61,7 @@ _HYDRA_RAISES: Final = "HYDRA_FULL_ERROR"
 _YamlLoader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class Job(NamedTuple):
+class CommandJob(NamedTuple):
     """The settings of one run.
 
     Args:
@@ -72,7 +77,7 @@ class Job(NamedTuple):
     environment: Mapping[str, str]
 
 
-Task = Callable[[Job], int]
+Task = Callable[[CommandJob], int]
 
 
 def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
@@ -86,17 +91,17 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
         command: Name of the command in `COMMANDS`, whose help ``--help`` prints.
         unshared: Setting with an output path that must differ between the jobs of a sweep.
     """
-    keep_streams()
+    protect_streams()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(help_of(command, words))
-        return code_of_output(ExitCode.DONE)
+        return output_exit_code(ExitCode.DONE)
     try:
         code = _run_all(task, command, unshared)
     except KeyboardInterrupt:
-        say("\ngpipe_hpc: interrupted")
+        print_line("\ngpipe_hpc: interrupted")
         return ExitCode.INTERRUPTED
-    return code if command == "train" else code_of_output(code)
+    return code if command == "train" else output_exit_code(code)
 
 
 def _run_all(task: Task, command: str, unshared: str | None) -> int:
@@ -112,7 +117,7 @@ def _run_all(task: Task, command: str, unshared: str | None) -> int:
         if launcher:
             return _run_elsewhere(jobs, command, launcher)
     except GpipeError as error:
-        return say_error(error)
+        return print_error(error)
     if len(jobs) == 1:
         with _environment(jobs[0].environment):
             return task(jobs[0]._replace(number=None))
@@ -138,12 +143,12 @@ def _words(words: Sequence[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
+def _run_elsewhere(jobs: Sequence[CommandJob], command: str, launcher: str) -> int:
     """Run all jobs with a Hydra launcher; return the first exit code that is not 0."""
     mark = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = (Path("runs") / f"sweep_{mark}").absolute()
-    say(f"gpipe_hpc: {len(jobs)} jobs by {launcher}, in {folder}")
-    elsewhere = Elsewhere(f"gpipe_hpc.{command}", folder)
+    print_line(f"gpipe_hpc: {len(jobs)} jobs by {launcher}, in {folder}")
+    elsewhere = ChildLauncher(f"gpipe_hpc.{command}", folder)
     failure = None
     register_schemas()
     own = [f"hydra.sweep.dir={folder}", "hydra.job.name=gpipe_hpc"]
@@ -167,7 +172,7 @@ def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
     for job, code in failed:
         how = "was ended from outside" if code is None else f"ended with exit code {code}"
         words = f"gpipe_hpc: {_heading(job, jobs)} {how}"
-        say(words)
+        print_line(words)
     return next((code or ExitCode.FAILED for _, code in failed), ExitCode.DONE)
 
 
@@ -182,7 +187,7 @@ def exit_code_of(error: Exception) -> int:
     return ExitCode.BAD_CONFIG if is_users_mistake(error) else ExitCode.FAILED
 
 
-def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = False) -> int:
+def print_error(error: Exception, *, says_kind: bool = False, is_echo: bool = False) -> int:
     """Print an error to standard error, below the frames of the user's code; return its exit code.
 
     The error is also reported to torchrun.
@@ -196,13 +201,13 @@ def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = Fals
     kind = f"{next(each for each in kinds if each[0] != '_')}: " if says_kind else ""
     frames = "" if is_echo else users_traceback(error)
     text = f"gpipe_hpc: {kind}{error}"
-    say(f"{frames}{text}")
-    tell_torchrun(text, is_cause=not is_echo, whole=f"{frames}{text}")
+    print_line(f"{frames}{text}")
+    write_torchrun_error(text, is_cause=not is_echo, whole=f"{frames}{text}")
     return exit_code_of(error)
 
 
-def _composed_jobs(*, reads_data: bool) -> list[Job]:
-    jobs: list[Job] = []
+def _composed_jobs(*, reads_data: bool) -> list[CommandJob]:
+    jobs: list[CommandJob] = []
     wrong: list[ConfigError] = []
 
     def collect(composed: DictConfig) -> None:
@@ -211,14 +216,14 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
         try:
             _refuse_of_hydra(told)
             config = load_config(composed, told, reads_data=reads_data)
-            jobs.append(Job(config, len(jobs) + 1, overrides_of(told), environment))
+            jobs.append(CommandJob(config, len(jobs) + 1, overrides_of(told), environment))
         except ConfigError as error:
             wrong.append(error)
 
     _refuse_options(sys.argv[1:])
     if not _concerns_hydra(sys.argv[1:]):
         return [_composed_alone(sys.argv[1:], reads_data=reads_data)]
-    check_words(_without_options(sys.argv[1:]))
+    check_arguments(_without_options(sys.argv[1:]))
     register_schemas()
     # Hydra writes multirun.yaml for every sweep; conf/config.yaml sends it here.
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_") as scratch:
@@ -261,14 +266,14 @@ def _concerns_hydra(words: Sequence[str]) -> bool:
     return not isinstance(own, dict) or own.get("hydra") != _OWN_HYDRA
 
 
-def _composed_alone(words: Sequence[str], *, reads_data: bool) -> Job:
+def _composed_alone(words: Sequence[str], *, reads_data: bool) -> CommandJob:
     """Compose one job with Hydra's compose API.
 
     Hydra's command line would compose all settings twice, first to find out whether it is a sweep:
     a quarter of the CPU time of a short run, on every rank.
     """
     config = compose_config(words, reads_data=reads_data)
-    return Job(config, 1, tuple(words), {})
+    return CommandJob(config, 1, tuple(words), {})
 
 
 # What the package's settings say to Hydra: to write nothing of its own, and to stay where it is.
@@ -332,7 +337,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _refuse_shared(jobs: Sequence[Job], setting: str | None) -> None:
+def _refuse_shared(jobs: Sequence[CommandJob], setting: str | None) -> None:
     if setting is None:
         return
     seen: set[Path] = set()
@@ -351,10 +356,10 @@ def _refuse_shared(jobs: Sequence[Job], setting: str | None) -> None:
         seen.add(whole)
 
 
-def _run_in_turn(task: Task, jobs: Sequence[Job]) -> int:
-    failed: list[tuple[Job, int]] = []
+def _run_in_turn(task: Task, jobs: Sequence[CommandJob]) -> int:
+    failed: list[tuple[CommandJob, int]] = []
     for job in jobs:
-        say(f"gpipe_hpc: {_heading(job, jobs)}")
+        print_line(f"gpipe_hpc: {_heading(job, jobs)}")
         try:
             with _environment(job.environment):
                 code = task(job)
@@ -366,11 +371,11 @@ def _run_in_turn(task: Task, jobs: Sequence[Job]) -> int:
         if code != ExitCode.DONE:
             failed.append((job, code))
     for job, code in failed:
-        say(f"gpipe_hpc: {_heading(job, jobs)} ended with exit code {code}")
+        print_line(f"gpipe_hpc: {_heading(job, jobs)} ended with exit code {code}")
     return failed[0][1] if failed else ExitCode.DONE
 
 
-def _heading(job: Job, jobs: Sequence[Job]) -> str:
+def _heading(job: CommandJob, jobs: Sequence[CommandJob]) -> str:
     own = [word for word in job.words if not all(word in each.words for each in jobs)]
     return f"job {job.number} of {len(jobs)} ({' '.join(own)})"
 
@@ -386,7 +391,7 @@ def without_launcher(words: Sequence[str]) -> list[str]:
     return [word for word in words if not word.startswith(told)]
 
 
-class Elsewhere:
+class ChildLauncher:
     """Callable that a Hydra launcher runs in each process of a job: starts the command as a child.
 
     In its own process, the command receives the job's signals and sets its exit code. The launcher

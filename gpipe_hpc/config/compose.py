@@ -15,7 +15,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gpipe_hpc.config.errors import (
     OPEN_SECTIONS,
-    check_words,
+    check_arguments,
     composing_error,
     group_error,
     is_of_composing,
@@ -161,7 +161,7 @@ def compose_config(overrides: Sequence[str] = (), *, reads_data: bool = True) ->
         overrides: Settings as ``NAME=VALUE``.
         reads_data: If False, model and data stay empty, and torch is not loaded.
     """
-    check_words(overrides)
+    check_arguments(overrides)
     register_schemas()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):

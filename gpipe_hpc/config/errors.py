@@ -58,7 +58,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def check_words(words: Sequence[str]) -> None:
+def check_arguments(words: Sequence[str]) -> None:
     """Raise ConfigError for arguments of a command line that name no setting.
 
     Hydra checks values and names of presets. Its own messages about names give advice that does not

@@ -82,7 +82,7 @@ _ALL: Final = "all"
 _COMMENTED: Final = re.compile(r"(?P<key>\w+):(?: [^#]*)?# (?P<meaning>.*)")
 
 
-class Row(NamedTuple):
+class SettingRow(NamedTuple):
     """Name, default, meaning and level of a setting in the help."""
 
     name: str
@@ -137,11 +137,11 @@ def help_of(name: str, words: Sequence[str]) -> str:
             head = [f"{section}=NAME, one of {', '.join(presets(section))}"]
             head += [f"{section}={chosen}: {about_preset(section, chosen)}"]
         lines += ["", *(line for each in head for line in _wrapped(each))]
-        lines += _lines(row for row in rows_of(section, chosen) if row.level in levels)
+        lines += _lines(row for row in setting_rows_of(section, chosen) if row.level in levels)
     return "\n".join(lines)
 
 
-def rows_of(section: str, preset: str = "") -> list[Row]:
+def setting_rows_of(section: str, preset: str = "") -> list[SettingRow]:
     """Return the settings of a section, or of one of its presets."""
     if section not in GROUPS:
         own = [each for each in settings_of(Config) if each.name.partition(".")[0] == section]
@@ -160,7 +160,7 @@ def rows_of(section: str, preset: str = "") -> list[Row]:
     ]
 
 
-def row_of(setting: Setting, *value: Any) -> Row:
+def row_of(setting: Setting, *value: Any) -> SettingRow:
     """Return the row of a setting with its default, or with another value."""
     meaning = setting.meaning
     limits = setting.range
@@ -168,10 +168,12 @@ def row_of(setting: Setting, *value: Any) -> Row:
         meaning += f" {str(limits).capitalize()}."
     elif setting.choices is not None and not all(c in meaning for c in setting.choices.names):
         meaning += f" One of {setting.choices}."
-    return Row(setting.name, shown(*value or (setting.default,)), meaning.strip(), setting.level)
+    return SettingRow(
+        setting.name, shown(*value or (setting.default,)), meaning.strip(), setting.level
+    )
 
 
-def rows_of_builder(group: str, preset: str) -> list[Row]:
+def rows_of_builder(group: str, preset: str) -> list[SettingRow]:
     """Return the keywords in a preset of a function; comments in the file are their meanings."""
     path = conf_dir() / group / f"{preset}.yaml"
     if not path.is_file():
@@ -179,7 +181,7 @@ def rows_of_builder(group: str, preset: str) -> list[Row]:
     lines = path.read_text("utf-8").splitlines()
     comments = {m["key"]: m["meaning"] for m in map(_COMMENTED.fullmatch, lines) if m}
     return [
-        Row(f"{group}.{key}", shown(value), comments.get(key, ""), Level.EVERYDAY)
+        SettingRow(f"{group}.{key}", shown(value), comments.get(key, ""), Level.EVERYDAY)
         for key, value in presets(group)[preset].items()
     ]
 
@@ -216,7 +218,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _lines(rows: Iterable[Row]) -> Iterator[str]:
+def _lines(rows: Iterable[SettingRow]) -> Iterator[str]:
     """Yield the lines of each setting: its default, and its meaning in a second column."""
     for row in rows:
         head = f"  {row.name}={row.default}"

@@ -8,9 +8,9 @@ from typing import Any, Concatenate, Final, ParamSpec
 
 from torch import nn
 
-from gpipe_hpc.comm.watchdog.tracebacks import OwnFramesLeftOut
+from gpipe_hpc.comm.watchdog.tracebacks import OwnFramesStripped
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.config.removed import refusal_of_removed
 from gpipe_hpc.errors import ConfigError, KeywordError
 from gpipe_hpc.models import Layer, LossFunction, torch_loss
@@ -103,11 +103,11 @@ def by_keyword(
         positional = list(own.parameters.values())[:-1]
 
         def init(self: Any, /, *args: Any, **kwargs: Any) -> None:
-            with OwnFramesLeftOut():
+            with OwnFramesStripped():
                 refuse_unfit_torch()
                 # First of all, so that what is mistaken is told as one message of one rank.
                 world = _world_of(kwargs)
-                with together(world, "start"):
+                with collective_errors(world, "start"):
                     layers, loss_fn = _model_and_loss(args, kwargs)
                     _refuse_unknown(kwargs, fields_of_record)
                     build: Callable[..., Keywords] = record

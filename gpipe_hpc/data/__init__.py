@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from gpipe_hpc.data.identity import Identity, differences, identify
     from gpipe_hpc.data.opening import open_data, open_readers
     from gpipe_hpc.data.processes import ProcessReaders
-    from gpipe_hpc.data.reading import BatchReader, Readers, Reading, ReadRequest
+    from gpipe_hpc.data.reading import BatchData, BatchReader, Readers, ReadRequest
     from gpipe_hpc.data.sampler import PlannedBatch, ShuffledSampler, validation_batches
 
 __all__ = [
+    "BatchData",
     "BatchReader",
     "CorruptSampleError",
     "CorruptTally",
@@ -27,7 +28,6 @@ __all__ = [
     "ProcessReaders",
     "ReadRequest",
     "Readers",
-    "Reading",
     "ShuffledSampler",
     "differences",
     "identify",
@@ -43,7 +43,7 @@ _HOMES = (
     ("identity", ("Identity", "differences", "identify")),
     ("opening", ("open_data", "open_readers")),
     ("processes", ("ProcessReaders",)),
-    ("reading", ("BatchReader", "ReadRequest", "Readers", "Reading")),
+    ("reading", ("BatchReader", "ReadRequest", "Readers", "BatchData")),
     ("sampler", ("PlannedBatch", "ShuffledSampler", "validation_batches")),
 )
 

@@ -111,11 +111,11 @@ class ArraysConfig(DataConfig):
         wanted = {"inputs_dtype": self.inputs_dtype, "targets_dtype": self.targets_dtype}
         for each, (name, dtype) in zip(stored, wanted.items(), strict=True):
             _refuse_complex(each, name, dtype)
-        return ArrayPairs(*map(Rows, stored, wanted.values()))
+        return ArrayPairs(*map(ArrayRows, stored, wanted.values()))
 
 
 @dataclass(frozen=True)
-class Rows:
+class ArrayRows:
     """A stored array and the dtype that its rows are converted to."""
 
     stored: StoredArray
@@ -146,8 +146,8 @@ class Rows:
 class ArrayPairs:
     """Pairs of rows: sample i is row i of the inputs and row i of the targets."""
 
-    inputs: Rows
-    targets: Rows
+    inputs: ArrayRows
+    targets: ArrayRows
     num_samples: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ def _refuse_complex(stored: StoredArray, setting: str, wanted: str) -> None:
         )
 
 
-def _refuse_unlike(train: Rows, validation: Rows) -> None:
+def _refuse_unlike(train: ArrayRows, validation: ArrayRows) -> None:
     ours = (train.dtype, train.stored.shape[1:])
     theirs = (validation.dtype, validation.stored.shape[1:])
     if ours != theirs:

@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.data import (
+    BatchData,
     BatchReader,
     CorruptTally,
     Dataset,
     PlannedBatch,
     ProcessReaders,
     Readers,
-    Reading,
     ReadRequest,
     open_readers,
 )
@@ -81,7 +81,7 @@ class Batches:
         """Return the next batch; raise DataError on every rank if one rank cannot read its part."""
         planned, world = next(self._plan), self._pipe.world
         where = f"reading {self._what} of step {self._pipe.steps_done}"
-        with together(world, where):
+        with collective_errors(world, where):
             world.activity = where
             reading = None if self._readers is None else next(self._readers)
             inputs = reading and reading.inputs
@@ -101,7 +101,7 @@ class Batches:
     def _share(self, planned: PlannedBatch) -> slice:
         return self._pipe.share(len(planned.indices))
 
-    def _used(self, planned: PlannedBatch, reading: Reading | None) -> list[int]:
+    def _used(self, planned: PlannedBatch, reading: BatchData | None) -> list[int]:
         """Return the global batch's samples after all ranks have replaced corrupt samples.
 
         Only ranks that read inputs detect corrupt samples; ranks that read targets need the
@@ -110,14 +110,14 @@ class Batches:
         pipe = self._pipe
         corrupt = {} if reading is None else dict(reading.corrupt)
         found = torch.tensor([len(corrupt)], dtype=torch.int64)
-        pipe.everybody.all_reduce(found)
+        pipe.world_group.all_reduce(found)
         used = list(planned.indices)
         if not found.item():
             return used
         own = list(enumerate(reading.used, self._share(planned).start)) if reading else []
         # Exchange only the indices of replaced samples.
         other = {place: index for place, index in own if index != planned.indices[place]}
-        others, merged = pipe.everybody.merge_object(
+        others, merged = pipe.world_group.merge_object(
             (other, corrupt), lambda ahead, behind: (ahead[0] | behind[0], ahead[1] | behind[1])
         )
         for place, index in others.items():

@@ -31,7 +31,7 @@ _NUM_LOOKED_AT: Final = 16  # samples to hash, spread over the data
 
 
 @runtime_checkable
-class Stored(Protocol):
+class DecodedDataset(Protocol):
     """A dataset whose samples are decoded from bytes, with machine-dependent results."""
 
     def stored(self, index: int) -> bytes:
@@ -108,7 +108,7 @@ def _content(dataset: Dataset) -> str:
 
 def _sample(dataset: Dataset, index: int) -> Iterator[bytes]:
     try:
-        if isinstance(dataset, Stored):
+        if isinstance(dataset, DecodedDataset):
             yield dataset.stored(index)
             return
         for leaf in flatten(read_both(dataset, [index], epoch=0))[0]:

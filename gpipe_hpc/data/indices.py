@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_hpc.data.indexing import kept
-from gpipe_hpc.data.indexing.parts import Part
+from gpipe_hpc.data.indexing import index_file
+from gpipe_hpc.data.indexing.parts import IndexPart
 
 
-class Keeping(NamedTuple):
+class IndexFolders(NamedTuple):
     """Location of index files: data.index_dir (`chosen`), else next to the data, else `spare`."""
 
     chosen: str | None = None
@@ -19,18 +19,18 @@ class Keeping(NamedTuple):
         if self.chosen is not None:
             return [Path(self.chosen).expanduser().absolute()]
         spare = [] if self.spare is None else [self.spare]
-        return [beside.absolute() / kept.FOLDER, *spare]
+        return [beside.absolute() / index_file.FOLDER, *spare]
 
 
 def indexed(
     kind: str,
     sources: Sequence[Path],
     settings: Mapping[str, Any],
-    keeping: Keeping,
-    make: Callable[[], Part],
-    is_sound: Callable[[Part], bool],
-    is_worth_keeping: Callable[[Part], bool],
-) -> Part:
+    keeping: IndexFolders,
+    make: Callable[[], IndexPart],
+    is_sound: Callable[[IndexPart], bool],
+    is_worth_keeping: Callable[[IndexPart], bool],
+) -> IndexPart:
     """Return the index of files or folders, loaded from a valid index file or newly created.
 
     Args:
@@ -46,11 +46,11 @@ def indexed(
     Raises:
         OSError: if a source does not exist; errors of `make` propagate.
     """
-    place = kept.place_of(kind, sources, settings, keeping.folders(sources[0].parent))
-    found = kept.load(place, is_sound)
+    place = index_file.place_of(kind, sources, settings, keeping.folders(sources[0].parent))
+    found = index_file.load(place, is_sound)
     if found is not None:
         return found
     made = make()
     if keeping.chosen is not None or is_worth_keeping(made):
-        kept.save(place, made)
+        index_file.save(place, made)
     return made

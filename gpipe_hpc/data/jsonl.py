@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from gpipe_hpc.data.corpus import TextSource, Tokens, TokenWindows, about_text
 from gpipe_hpc.data.corruption import CorruptTally, tolerance
-from gpipe_hpc.data.indexing.crew import Task, in_order
 from gpipe_hpc.data.indexing.lines import read_line, text_of
-from gpipe_hpc.data.indexing.parts import Part
-from gpipe_hpc.data.indices import Keeping, indexed
+from gpipe_hpc.data.indexing.parts import IndexPart
+from gpipe_hpc.data.indexing.worker_pool import IndexingTask, in_order
+from gpipe_hpc.data.indices import IndexFolders, indexed
 from gpipe_hpc.data.names import Names
 from gpipe_hpc.data.paths import expand, refuse_shrunk, unreadable
 from gpipe_hpc.errors import DataError, UnfitDataError
@@ -81,7 +81,7 @@ _KEPT_BYTES: Final = 2**24  # of decoded documents in the cache
 
 
 @dataclass(frozen=True)
-class Lines:
+class DocumentIndex:
     """Locations of all documents: file, line offset and length, text length and hash percentile."""
 
     paths: tuple[Path, ...]
@@ -101,7 +101,7 @@ class Documents:
     targets come from the same documents.
     """
 
-    lines: Lines
+    lines: DocumentIndex
     chosen: npt.NDArray[np.int64]  # index into `lines` of each document
     ends: npt.NDArray[np.int64]  # cumulative number of tokens, separators included
     key: str
@@ -112,7 +112,7 @@ class Documents:
 
     @classmethod
     def of(
-        cls, lines: Lines, is_chosen: npt.NDArray[np.bool_], config: JsonLinesConfig
+        cls, lines: DocumentIndex, is_chosen: npt.NDArray[np.bool_], config: JsonLinesConfig
     ) -> "Documents":
         """Create the text of the documents selected by a boolean mask over `lines`."""
         chosen = np.flatnonzero(is_chosen)
@@ -198,7 +198,7 @@ def open_jsonl(config: JsonLinesConfig, spare: Path | None = None) -> TextSource
             data.max_corrupt allow, or if there is too little text to train on.
     """
     tally = CorruptTally(tolerance(config))
-    keeping = Keeping(config.index_dir, spare)
+    keeping = IndexFolders(config.index_dir, spare)
     lines = _find_lines(config.paths, config.key, keeping, tally)
     held = lines
     is_held = lines.percentiles < config.validation_percent
@@ -227,7 +227,9 @@ def open_jsonl(config: JsonLinesConfig, spare: Path | None = None) -> TextSource
     )
 
 
-def _find_lines(patterns: Sequence[str], key: str, keeping: Keeping, tally: CorruptTally) -> Lines:
+def _find_lines(
+    patterns: Sequence[str], key: str, keeping: IndexFolders, tally: CorruptTally
+) -> DocumentIndex:
     """Index the documents of all matching files; raise DataError if `tally` exceeds its limit."""
     paths = expand(patterns, (".jsonl",))
     try:
@@ -246,7 +248,7 @@ def _find_lines(patterns: Sequence[str], key: str, keeping: Keeping, tally: Corr
     wrong = _complaints(part, paths, key)
     tally.add(wrong, says=False)
     found = part.arrays
-    return Lines(
+    return DocumentIndex(
         tuple(paths),
         files=found["file"],
         offsets=found["offset"],
@@ -262,7 +264,7 @@ _COLUMNS: Final = ("offset", "num_bytes", "text_bytes", "percentile")
 
 def _scan(
     paths: Sequence[Path], sizes: npt.NDArray[np.int64], key: str, tally: CorruptTally
-) -> Part:
+) -> IndexPart:
     """Scan files in parallel; return document columns and `wrong`, (file, line, error) triples."""
     files = [file for file, size in enumerate(sizes) for _ in range(0, int(size), _BLOCK)]
     tasks = [
@@ -281,7 +283,7 @@ def _scan(
         is_unfit = not tally.limit and any((place, line) == (0, 1) for place, line, _ in new)
         kind = UnfitDataError if is_unfit else DataError
         # Count after each block, so that a run that stops at corrupt lines reads no further.
-        tally.add(_complaints(Part({}, {"wrong": new}), paths, key), says=False, kind=kind)
+        tally.add(_complaints(IndexPart({}, {"wrong": new}), paths, key), says=False, kind=kind)
         columns["file"].append(np.full(len(part.arrays["offset"]), file, np.int32))
         for name in _COLUMNS:
             columns[name].append(part.arrays[name])
@@ -290,16 +292,16 @@ def _scan(
         name: np.concatenate([np.empty(0, empty.get(name, np.int64)), *found])
         for name, found in columns.items()
     }
-    return Part(arrays, {"wrong": wrong})
+    return IndexPart(arrays, {"wrong": wrong})
 
 
-def _task(path: Path, start: int, size: int, key: str) -> Task:
+def _task(path: Path, start: int, size: int, key: str) -> IndexingTask:
     stop = min(size, start + _BLOCK)
     words = {"scan": "lines", "path": str(path), "start": start, "stop": stop, "key": key}
-    return Task(words, path, stop - start)
+    return IndexingTask(words, path, stop - start)
 
 
-def _is_sound(part: Part, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -> bool:
+def _is_sound(part: IndexPart, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -> bool:
     """Return whether all positions of a stored index lie within the files.
 
     Malformed error entries raise ValueError, TypeError or IndexError.
@@ -317,7 +319,7 @@ def _is_sound(part: Part, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -
     return bool((texts & (offset >= 0) & (offset + num_bytes <= sizes[file])).all())
 
 
-def _complaints(part: Part, paths: Sequence[Path], key: str) -> dict[str, str]:
+def _complaints(part: IndexPart, paths: Sequence[Path], key: str) -> dict[str, str]:
     places = ((f"{paths[file]}, line {line}", what) for file, line, what in part.facts["wrong"])
     return {where: _complaint(where, key, what) for where, what in places}
 

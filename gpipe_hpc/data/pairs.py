@@ -38,7 +38,7 @@ class PairSource:
 
 
 @dataclass(frozen=True)
-class Part:
+class Subset:
     """A subset of a data set: a range of a fixed random permutation of its samples.
 
     The permutation depends only on the number of samples, so every run and rank uses the same
@@ -88,7 +88,7 @@ def split(whole: Dataset, fraction: float, what: str) -> tuple[Dataset, Dataset]
             f"data: too few samples in {what}: expected at least {num_held + 1}, got {total}; add "
             f"samples, or use none for validation with data.validation_fraction=0"
         )
-    return Part(whole, num_held, total - num_held), Part(whole, 0, num_held)
+    return Subset(whole, num_held, total - num_held), Subset(whole, 0, num_held)
 
 
 def check_fraction(fraction: float) -> None:

@@ -53,7 +53,7 @@ def check_data(path: Path, extra: Mapping[str, Any], now: Identity, policy: str)
     log.warning("the data differs from the checkpoint's (%s): continuing at %s", text, start)
 
 
-def goes_on(extra: Mapping[str, Any], now: Identity, policy: str) -> bool:
+def continues_data(extra: Mapping[str, Any], now: Identity, policy: str) -> bool:
     """Return whether the run resumes at the checkpoint's position instead of the first sample.
 
     If the data is unchanged, the policy `new` has no effect, so that a second start with the same

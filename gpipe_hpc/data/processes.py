@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gpipe_hpc.comm.watchdog.saying import keep_streams
+from gpipe_hpc.comm.watchdog.output_streams import protect_streams
 from gpipe_hpc.comm.watchdog.tracebacks import users_traceback
-from gpipe_hpc.data.reading import BatchReader, Reading, ReadRequest
-from gpipe_hpc.device.cores.given import go_everywhere
+from gpipe_hpc.data.reading import BatchData, BatchReader, ReadRequest
+from gpipe_hpc.device.cores.inherited import use_inherited_cpus
 from gpipe_hpc.errors import DataError, GpipeError
 from gpipe_hpc.trainer.signals import STOP_SIGNALS
 
 
-class _Failed(NamedTuple):
+class _WorkerError(NamedTuple):
     """An error in a worker process, as text with the traceback of the user's code."""
 
     text: str
@@ -41,11 +41,11 @@ class _Readings(Dataset[Any]):
     def __init__(self, reader: BatchReader) -> None:
         self.reader = reader
 
-    def __getitem__(self, request: ReadRequest) -> Reading | _Failed:
+    def __getitem__(self, request: ReadRequest) -> BatchData | _WorkerError:
         try:
             return self.reader.read(request)
         except GpipeError as error:
-            return _Failed(f"{error}\n{users_traceback(error)}".rstrip())
+            return _WorkerError(f"{error}\n{users_traceback(error)}".rstrip())
 
 
 @dataclass
@@ -68,12 +68,12 @@ class ProcessReaders:
     num_workers: int
     prefetch: int = 2
     timeout_s: float = 600.0
-    _left: Iterator[Reading | _Failed] | None = field(default=None, init=False, repr=False)
+    _left: Iterator[BatchData | _WorkerError] | None = field(default=None, init=False, repr=False)
 
-    def __iter__(self) -> Iterator[Reading]:
+    def __iter__(self) -> Iterator[BatchData]:
         return self
 
-    def __next__(self) -> Reading:
+    def __next__(self) -> BatchData:
         try:
             if self._left is None:
                 with _blocked_stop_signals(), warnings.catch_warnings():
@@ -91,7 +91,7 @@ class ProcessReaders:
                 f"data: worker processes delivered no batch (time limit comm.timeout_s="
                 f"{self.timeout_s:g} s): {error}; check the data set, or set data.workers=0"
             ) from error
-        if isinstance(found, _Failed):
+        if isinstance(found, _WorkerError):
             raise DataError(found.text)
         return found
 
@@ -142,7 +142,7 @@ class _KillingPopen(Popen):
         self.kill()
 
 
-class _Process(SpawnProcess):
+class _KillableProcess(SpawnProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Popen:
         return _KillingPopen(process_obj)
@@ -151,7 +151,7 @@ class _Process(SpawnProcess):
 class _KillingSpawnContext(SpawnContext):
     """Multiprocessing context that spawns processes and kills them instead of terminating."""
 
-    Process = _Process
+    Process = _KillableProcess
 
 
 def _init_worker(number: int) -> None:
@@ -160,8 +160,8 @@ def _init_worker(number: int) -> None:
     The run finishes its current step, which needs the worker, and then stops it. Output of the data
     set must not fail either after the run has closed its streams.
     """
-    keep_streams()
-    go_everywhere()
+    protect_streams()
+    use_inherited_cpus()
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)  # also discards signals pending since the start
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

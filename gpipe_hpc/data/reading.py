@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpipe_hpc.data.corruption import beyond
 from gpipe_hpc.data.dataset import CorruptSampleError, Dataset, read_both
-from gpipe_hpc.device.cores.given import go_everywhere
+from gpipe_hpc.device.cores.inherited import use_inherited_cpus
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.pytree import Nest
 
@@ -32,7 +32,7 @@ class ReadRequest(NamedTuple):
     epoch: int
 
 
-class Reading(NamedTuple):
+class BatchData(NamedTuple):
     """A batch: tensors, the indices actually used, and messages about corrupt samples by name."""
 
     inputs: Nest
@@ -54,13 +54,13 @@ class BatchReader:
     targets: bool
     tolerance: int = 0
 
-    def read(self, request: ReadRequest) -> Reading:
+    def read(self, request: ReadRequest) -> BatchData:
         """Read the samples of a request; raise DataError if one cannot be read or replaced."""
         used, corrupt = list(request.indices), dict[str, str]()
         inputs = targets = None
         if self.inputs and self.targets and not self.tolerance:
             inputs, targets = read_both(self.dataset, used, request.epoch)
-            return Reading(inputs, targets, used, corrupt)
+            return BatchData(inputs, targets, used, corrupt)
         if self.inputs and not (self.tolerance and used):
             inputs = self.dataset.read_inputs(used, request.epoch)
         elif self.inputs:
@@ -70,9 +70,9 @@ class BatchReader:
             corrupt = {name: text for part in parts for name, text in part.corrupt.items()}
         if self.targets:
             targets = self.dataset.read_targets(used, request.epoch)
-        return Reading(inputs, targets, used, corrupt)
+        return BatchData(inputs, targets, used, corrupt)
 
-    def _read_one(self, index: int, epoch: int) -> "_Sample":
+    def _read_one(self, index: int, epoch: int) -> "_SampleData":
         corrupt: dict[str, str] = {}
         while True:
             try:
@@ -83,21 +83,21 @@ class BatchReader:
                     raise DataError(beyond(self.tolerance, str(error))) from error
                 index = (index + 1) % self.dataset.num_samples
             else:
-                return _Sample(tensor, index, corrupt)
+                return _SampleData(tensor, index, corrupt)
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _SampleData:
     tensor: Tensor
     index: int
     corrupt: Mapping[str, str]
 
 
-class Task(NamedTuple):
+class PendingBatch(NamedTuple):
     """A pending request and the future of its batch."""
 
     request: ReadRequest
-    reading: "Future[Reading]"
+    reading: "Future[BatchData]"
 
 
 @dataclass
@@ -118,17 +118,19 @@ class Readers:
     prefetch: int = 2
     timeout_s: float = 600.0
     _left: Iterator[ReadRequest] = field(init=False, repr=False)
-    _ahead: "deque[Future[Reading]]" = field(default_factory=deque, init=False, repr=False)
-    _tasks: "SimpleQueue[Task | None]" = field(default_factory=SimpleQueue, init=False, repr=False)
+    _ahead: "deque[Future[BatchData]]" = field(default_factory=deque, init=False, repr=False)
+    _tasks: "SimpleQueue[PendingBatch | None]" = field(
+        default_factory=SimpleQueue, init=False, repr=False
+    )
     _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._left = iter(self.requests)
 
-    def __iter__(self) -> Iterator[Reading]:
+    def __iter__(self) -> Iterator[BatchData]:
         return self
 
-    def __next__(self) -> Reading:
+    def __next__(self) -> BatchData:
         if not self.num_workers:
             return self.reader.read(next(self._left))
         self._read_ahead()
@@ -168,12 +170,12 @@ class Readers:
             request = next(self._left, None)
             if request is None:
                 return
-            reading: Future[Reading] = Future()
+            reading: Future[BatchData] = Future()
             self._ahead.append(reading)
-            self._tasks.put(Task(request, reading))
+            self._tasks.put(PendingBatch(request, reading))
 
     def _work(self) -> None:
-        go_everywhere()
+        use_inherited_cpus()
         while (task := self._tasks.get()) is not None:
             if not task.reading.set_running_or_notify_cancel():
                 continue

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.collectives.group import Group, Pending
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.comm.collectives.packed import PACK, packs
 from gpipe_hpc.data_parallel.layout import BucketItem, FlatLayout, OwnedParameter
 from gpipe_hpc.data_parallel.strategies import ReduceStrategy
@@ -62,7 +62,7 @@ class Divisor:
         known = self._known.get((dtype, device))
         if known is None:
             is_there = device == self.value.device
-            number = self.value if is_there else self._device.fetch(self.value)
+            number = self.value if is_there else self._device.to_host(self.value)
             known = self._known[dtype, device] = number.to(dtype)
         return known
 
@@ -110,7 +110,7 @@ class Bucket:
         self._versions: list[int] = []
         self._collected: list[int] = []
         self._used: list[bool] = []
-        self._pending: Pending | None = None
+        self._pending: CollectiveHandle | None = None
 
     def clear(self) -> None:
         """Set all gradients to zero and assign their views to `.grad`.
@@ -138,7 +138,7 @@ class Bucket:
         """Return for each parameter whether this replica had used it when the reduction started."""
         return self._used
 
-    def start_reduction(self, strategy: ReduceStrategy | None) -> Pending | None:
+    def start_reduction(self, strategy: ReduceStrategy | None) -> CollectiveHandle | None:
         """Start summing the buffer over replicas; return None if there is no other replica.
 
         All gradients must be complete.
@@ -246,7 +246,7 @@ class ShardedBucket(Bucket):
             part = nn.Parameter(self._values[at])
             self.owned[name] = OwnedParameter(part, named[name], start, layout, name)
         self._have_gradients: set[str] = set()
-        self._gathering: Pending | None = None
+        self._gathering: CollectiveHandle | None = None
         self._reset([])
 
     def _reset(self, trained: Sequence[str]) -> None:
@@ -318,7 +318,7 @@ class ShardedBucket(Bucket):
             for name, at in self._places.items()
         }
 
-    def start_gathering(self) -> Pending:
+    def start_gathering(self) -> CollectiveHandle:
         """Start the all-gather of the updated parameters.
 
         Called twice in a step if an optimizer's `step` calls that of its base class, because torch
@@ -385,7 +385,7 @@ class LocalGradients:
         """Return an empty list: nothing is reduced, so nothing is late."""
         return []
 
-    def start_reduction(self, strategy: ReduceStrategy | None) -> Pending | None:
+    def start_reduction(self, strategy: ReduceStrategy | None) -> CollectiveHandle | None:
         """Return None: there is no other replica."""
         assert strategy is None, "the stage's gradients are summed over other ranks"
         return None

@@ -12,12 +12,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.collectives.group import Group, Pending
-from gpipe_hpc.comm.collectives.on_stream import OnStream
-from gpipe_hpc.comm.collectives.thread_plans import PutByThread
-from gpipe_hpc.comm.collectives.turns import Turn, Turns
-from gpipe_hpc.comm.collectives.wide import WideGroup
-from gpipe_hpc.comm.watchdog.noting import unheard
+from gpipe_hpc.comm.collectives.collective_queue import CollectiveQueue, QueuedCollective
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
+from gpipe_hpc.comm.collectives.on_stream import StreamHandle
+from gpipe_hpc.comm.collectives.sparse_group import SparseGroup
+from gpipe_hpc.comm.collectives.thread_plans import StreamEnqueuer
+from gpipe_hpc.comm.watchdog.wait_listener import ignore_wait
 from gpipe_hpc.data_parallel.compressors import (
     Compressor,
     check_fits,
@@ -47,15 +47,15 @@ class JobQueue:
 
     def __init__(self, name: str, device: Device, *, ranks_are_threads: bool = False) -> None:
         self._device = device
-        self._turns: Turns | None = None
-        self._launcher: PutByThread | None = None
+        self._turns: CollectiveQueue | None = None
+        self._launcher: StreamEnqueuer | None = None
         if not device.is_accelerator:
-            self._turns = Turns(name)
+            self._turns = CollectiveQueue(name)
         else:
             self._stream = device.stream()
-            self._launcher = PutByThread(name, device) if ranks_are_threads else None
+            self._launcher = StreamEnqueuer(name, device) if ranks_are_threads else None
 
-    def start(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
+    def start(self, job: Callable[[], None], uses: Sequence[Tensor]) -> CollectiveHandle:
         """Start a job after the earlier ones and, on a device, after the current stream's work.
 
         `uses`: the caller's tensors that the job reads or writes.
@@ -66,14 +66,14 @@ class JobQueue:
             return self._launcher.start(lambda: self._launch(job, uses))
         return self._launch(job, uses)
 
-    def _launch(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
+    def _launch(self, job: Callable[[], None], uses: Sequence[Tensor]) -> CollectiveHandle:
         self._stream.wait_stream(self._device.current_stream())
         with self._device.on(self._stream):
             job()
             done = self._stream.record_event()
         for tensor in uses:
-            self._device.lend(tensor, self._stream)
-        return OnStream(done, self._device)
+            self._device.keep_for_stream(tensor, self._stream)
+        return StreamHandle(done, self._device)
 
     def finish_on_thread(self) -> None:
         """Wait until the thread has run all jobs; return at once if jobs run on a stream."""
@@ -82,14 +82,14 @@ class JobQueue:
 
 
 class _ThreadJob:
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: QueuedCollective) -> None:
         self._turn = turn
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._turn.calls.add(call)
 
     def wait(self) -> None:
-        self._turn.wait(unheard)  # the exchanges of the job report for whom they wait
+        self._turn.wait(ignore_wait)  # the exchanges of the job report for whom they wait
 
 
 class Residuals:
@@ -176,7 +176,7 @@ class CompressedReduction:
         self._before.clear()
         self._kept_before = dict(self._compressor.state())
 
-    def start(self, flat: Tensor, items: Sequence[BucketItem]) -> Pending:
+    def start(self, flat: Tensor, items: Sequence[BucketItem]) -> CollectiveHandle:
         """Start summing a bucket in place, with equal bits on all replicas (a `ReduceStrategy`)."""
         own = self._residuals.of(items, flat)
         if self._may_skip:
@@ -317,7 +317,7 @@ class Compression:
         they start, which must be the same on all ranks, but background jobs start theirs at any
         time.
         """
-        if isinstance(copies, WideGroup) and copies in self._queues:
+        if isinstance(copies, SparseGroup) and copies in self._queues:
             self._queues[copies].finish_on_thread()
 
     def begin(self, step: int, unit: Tensor) -> None:

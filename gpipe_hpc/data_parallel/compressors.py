@@ -17,8 +17,8 @@ from zlib import crc32
 import torch
 
 from gpipe_hpc.comm.collectives.group import Group
-from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
 from gpipe_hpc.comm.collectives.plan import even_counts
+from gpipe_hpc.comm.collectives.planned import start_ring_all_reduce
 from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.data_parallel.layout import BucketItem
 from gpipe_hpc.errors import ConfigError, ModelError

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gpipe_hpc.comm.collectives.group import Group, Pending
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.data_parallel.buckets import (
     Bucket,
     Divisor,
@@ -59,7 +59,7 @@ class ParameterShards:
         for number, names in enumerate(buckets):
             for name in names:
                 self._buckets_of_layer.setdefault(layers[name], set()).add(number)
-        self._gathering: dict[int, list[Pending]] = {}
+        self._gathering: dict[int, list[CollectiveHandle]] = {}
 
     @property
     def owned(self) -> dict[str, OwnedParameter]:
@@ -109,7 +109,7 @@ class ParameterShards:
             if any(not parameters.isdisjoint(bucket.whole) for bucket in self.buckets[number])
         ]
 
-    def start_gathering(self, number: int) -> list[Pending]:
+    def start_gathering(self, number: int) -> list[CollectiveHandle]:
         """Start the all-gather of a bucket's parameters, whose shards all replicas have updated."""
         self._gathering[number] = [bucket.start_gathering() for bucket in self.buckets[number]]
         return self._gathering[number]
@@ -120,7 +120,7 @@ class ParameterShards:
         return bool(self._gathering)
 
     @property
-    def gathering(self) -> Iterator[tuple[int, Pending]]:
+    def gathering(self) -> Iterator[tuple[int, CollectiveHandle]]:
         """Yield each all-gather that was not waited for, with the number of its bucket."""
         for number, started in self._gathering.items():
             for pending in started:
@@ -254,7 +254,7 @@ class GradientBuckets:
         for bucket in self._each():
             bucket.unshare()
 
-    def start_reduction(self, number: int) -> list[Pending]:
+    def start_reduction(self, number: int) -> list[CollectiveHandle]:
         """Start the reduction of a bucket whose gradients are complete."""
         started = [bucket.start_reduction(self._strategy) for bucket in self._buckets[number]]
         return [pending for pending in started if pending is not None]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gpipe_hpc.comm.collectives.group import Group, Pending
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.data_parallel.layout import Buckets, in_owner_order
 from gpipe_hpc.data_parallel.optimizers import (
     OptimizerSharding,
@@ -69,7 +69,7 @@ class FlatSharding:
         self._gradients = dict(sorted(gradients.items()))
         self._copies, self._buckets = copies, buckets
         self._is_sharded = False
-        self._pending: list[Pending] = []
+        self._pending: list[CollectiveHandle] = []
         # No process may end during a gathering: others wait for its shards.
         weakref.finalize(self, _finish, self._pending)
 
@@ -152,7 +152,7 @@ def _refuse_later_groups(optimizer: Optimizer, sharded: set[nn.Parameter]) -> No
         )
 
 
-def _finish(pending: list[Pending]) -> None:
+def _finish(pending: list[CollectiveHandle]) -> None:
     for each in pending:
         with suppress(Exception):
             each.wait()

@@ -6,13 +6,13 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.comm.collectives.group import Group, Pending
-from gpipe_hpc.comm.collectives.menu import start_hierarchical_all_reduce
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
+from gpipe_hpc.comm.collectives.planned import start_hierarchical_all_reduce
 from gpipe_hpc.data_parallel.layout import BucketItem
 from gpipe_hpc.device.host.machine import shared_identity
 from gpipe_hpc.settings import Outer
 
-ReduceStrategy = Callable[[torch.Tensor, Sequence[BucketItem]], Pending]
+ReduceStrategy = Callable[[torch.Tensor, Sequence[BucketItem]], CollectiveHandle]
 """Starts summing a flat tensor over replicas in place, and returns a handle to wait for.
 
 The second argument describes the contents of the tensor. All replicas start the same sums in the
@@ -53,7 +53,7 @@ def choose_strategy(outer: Outer, group: Group, *, is_tied: bool = False) -> Red
     return _collective(group.start_ordered_all_reduce if is_ordered else group.start_all_reduce)
 
 
-def _collective(start: Callable[[torch.Tensor], Pending]) -> ReduceStrategy:
+def _collective(start: Callable[[torch.Tensor], CollectiveHandle]) -> ReduceStrategy:
     """Return a strategy that sums the whole buffer, whatever it contains."""
     return lambda flat, items: start(flat)
 

@@ -11,7 +11,7 @@ Mark = float | Event
 """A point in time: seconds of this host's clock, or an event on an accelerator's stream."""
 
 
-def take_mark(device: Device) -> Mark:
+def record_mark(device: Device) -> Mark:
     """Return the current time: `time.perf_counter()` on a CPU, an event on an accelerator.
 
     The clock is the same for all processes of a host. The event is recorded on the current stream;
@@ -24,16 +24,16 @@ def take_mark(device: Device) -> Mark:
     return mark
 
 
-def await_mark(mark: Event) -> None:
+def wait_for_mark(mark: Event) -> None:
     """Block the host until an event is complete."""
     if not mark.query():
         mark.synchronize()
 
 
 def wait_for(mark: Mark) -> None:
-    """Block the host until a mark of `take_mark` is reached; returns at once for a CPU time."""
+    """Block the host until a mark of `record_mark` is reached; returns at once for a CPU time."""
     if not isinstance(mark, float):
-        await_mark(mark)
+        wait_for_mark(mark)
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
@@ -43,7 +43,7 @@ def seconds_between(first: Mark, second: Mark) -> float:
     assert not isinstance(first, float) and not isinstance(second, float), (
         "one time is of the host's clock and the other an event of a device"
     )
-    await_mark(second)
+    wait_for_mark(second)
     return first.elapsed_ms(second) / 1e3
 
 
@@ -63,7 +63,7 @@ class AsyncHostTensor(NamedTuple):
         if not (device.is_accelerator and device.holds(tensor)):
             return cls(tensor)
         values = device.pinned(tensor.shape, tensor.dtype)
-        device.fetch_into(values, tensor)
+        device.copy_to_host(values, tensor)
         event = device.event()
         event.record()
         return cls(values, event)

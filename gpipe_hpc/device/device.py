@@ -119,7 +119,7 @@ class Device(Protocol):
     def is_astray(self, tensor: Tensor) -> bool:
         """Return whether a tensor is neither on this device nor on the host."""
 
-    def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+    def to_device(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
         """Return the tensor on this device, copying only if it is elsewhere.
 
         If `non_blocking` is true and the source is pinned, the call returns before the copy is
@@ -127,13 +127,13 @@ class Device(Protocol):
         copy.
         """
 
-    def bring_into(self, own: Tensor, host: Tensor) -> None:
+    def copy_to_device(self, own: Tensor, host: Tensor) -> None:
         """Copy pinned host memory into an existing device tensor, on the current stream."""
 
-    def fetch(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the host, blocking until the copy is complete."""
 
-    def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
+    def copy_to_host(self, pinned: Tensor, tensor: Tensor) -> None:
         """Copy a device tensor into pinned host memory without blocking the host.
 
         The copy runs on the current stream. Before reading `pinned`, wait for an event recorded
@@ -161,7 +161,7 @@ class Device(Protocol):
     def event(self, *, timing: bool = False) -> Event:
         """Return a new event that is not recorded yet; `elapsed_ms` needs `timing=True`."""
 
-    def lend(self, tensor: Tensor, stream: Stream) -> None:
+    def keep_for_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Keep a tensor's memory from being reused until a stream's queued work is complete.
 
         Required if a stream uses a tensor that was allocated while another stream was current; see
@@ -232,19 +232,19 @@ class HostDevice:
         """Return whether a tensor is on an accelerator."""
         return tensor.device.type not in _HOST_OR_META
 
-    def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+    def to_device(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
         """Return the tensor on the host; no copy if it is already there."""
         return tensor.to(self.torch)
 
-    def bring_into(self, own: Tensor, host: Tensor) -> None:
+    def copy_to_device(self, own: Tensor, host: Tensor) -> None:
         """Copy `host` into `own`."""
         own.copy_(host)
 
-    def fetch(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the host; no copy if it is already there."""
         return tensor.to(self.torch)
 
-    def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
+    def copy_to_host(self, pinned: Tensor, tensor: Tensor) -> None:
         """Copy `tensor` into `pinned`."""
         pinned.copy_(tensor)
 
@@ -276,7 +276,7 @@ class HostDevice:
         """Return an event that records the time of `time.perf_counter`."""
         return _HostEvent()
 
-    def lend(self, tensor: Tensor, stream: Stream) -> None:
+    def keep_for_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Do nothing: no stream uses memory later."""
 
     def synchronize(self) -> None:
@@ -439,19 +439,19 @@ class Accelerator:
         """Return whether a tensor is on another device, possibly of the same type."""
         return tensor.device.type not in _HOST_OR_META and tensor.device != self.torch
 
-    def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
-        """Return the tensor on this device; see `Device.bring`."""
+    def to_device(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+        """Return the tensor on this device; see `Device.to_device`."""
         return tensor.to(self.torch, non_blocking=non_blocking)
 
-    def bring_into(self, own: Tensor, host: Tensor) -> None:
+    def copy_to_device(self, own: Tensor, host: Tensor) -> None:
         """Copy pinned host memory into `own` on the current stream without blocking the host."""
         own.copy_(host, non_blocking=True)
 
-    def fetch(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the host, blocking until the copy is complete."""
         return tensor.to(_HOST)
 
-    def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
+    def copy_to_host(self, pinned: Tensor, tensor: Tensor) -> None:
         """Copy into pinned memory on the current stream without blocking the host."""
         pinned.copy_(tensor, non_blocking=True)
 
@@ -483,7 +483,7 @@ class Accelerator:
         """Return a new event that is not recorded yet."""
         return _TorchEvent(torch.Event(self.torch, enable_timing=timing))
 
-    def lend(self, tensor: Tensor, stream: Stream) -> None:
+    def keep_for_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Keep a tensor's memory from being reused until a stream's queued work is complete."""
         tensor.record_stream(_torch_stream(stream))
 
@@ -655,7 +655,7 @@ def _has(value: object, names: Sequence[str]) -> bool:
     return not names or (hasattr(value, names[0]) and _has(getattr(value, names[0]), names[1:]))
 
 
-def device_to_come(name: str) -> Device:
+def planned_device(name: str) -> Device:
     """Return the device that `name` will select in a planned run, even if it is not installed here.
 
     Its type may be queried, but not its memory.
@@ -760,13 +760,13 @@ def generators_in_use() -> list[Generator]:
     return [torch.default_generator, *own[index : index + 1]]
 
 
-def knows(group: dist.ProcessGroup, device: Device) -> bool:
+def accepts_device(group: dist.ProcessGroup, device: Device) -> bool:
     """Return whether a process group accepts tensors of a device, directly or by host copies."""
     kinds = {each.split(":")[0] for each in str(dist.get_backend_config(group)).split(",")}
     return device.type in kinds
 
 
-def carries(group: dist.ProcessGroup, device: Device) -> bool:
+def uses_device_memory(group: dist.ProcessGroup, device: Device) -> bool:
     """Return whether a process group communicates from device memory, ordered by streams.
 
     If not, its tensors are copied through host memory.

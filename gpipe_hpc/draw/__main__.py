@@ -2,8 +2,8 @@
 
 import sys
 
-from gpipe_hpc.config import ExitCode, Job, run_jobs, say_error
-from gpipe_hpc.draw.pictures import columns_of_terminal, draw, put
+from gpipe_hpc.config import CommandJob, ExitCode, print_error, run_jobs
+from gpipe_hpc.draw.pictures import columns_of_terminal, draw, write_picture
 from gpipe_hpc.errors import GpipeError
 
 
@@ -16,13 +16,13 @@ def main() -> None:
     sys.exit(run_jobs(_task, "draw", unshared="draw.out"))
 
 
-def _task(job: Job) -> int:
+def _task(job: CommandJob) -> int:
     try:
         out = job.config.draw.out
         given = {word.lstrip("+").partition("=")[0] for word in job.words}
-        put(draw(job.config, columns_of_terminal(out), given), out)
+        write_picture(draw(job.config, columns_of_terminal(out), given), out)
     except (GpipeError, OSError) as error:
-        return say_error(error)
+        return print_error(error)
     return ExitCode.DONE
 
 

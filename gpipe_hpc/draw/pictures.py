@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.config import check_drawing, on_ranks, portions_of, ranks_to_come
-from gpipe_hpc.draw.tables import standings
+from gpipe_hpc.config import check_drawing, num_planned_ranks, on_ranks, portions_of
+from gpipe_hpc.draw.tables import schedules_table
 from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.schedule import (
     Costs,
@@ -44,7 +44,7 @@ DEFAULT_STAGES = 4
 Table = Sequence[Sequence[str]]
 
 
-class Subject(NamedTuple):
+class DrawnTimelines(NamedTuple):
     """Timelines to draw below each other on one time scale, and a table for their caption.
 
     `unit` is the unit of their times; empty if they have none.
@@ -55,7 +55,7 @@ class Subject(NamedTuple):
     table: Table = ()
 
 
-class Size(NamedTuple):
+class PictureSize(NamedTuple):
     """Width of a picture, and columns of a text page; None if unlimited."""
 
     width: int | None = None
@@ -97,8 +97,8 @@ def draw(config: Config, columns: int | None = None, given: Collection[str] = ()
         )
     form = format_of(config)
     if form == "table":
-        return standings(config, config.pipeline.stages or DEFAULT_STAGES)
-    run, size = config.run.dir, Size(config.draw.width, columns)
+        return schedules_table(config, config.pipeline.stages or DEFAULT_STAGES)
+    run, size = config.run.dir, PictureSize(config.draw.width, columns)
     return _FORMATS[form](measured(Path(run), config, given) if run else simulated(config), size)
 
 
@@ -121,7 +121,7 @@ def format_of(config: Config) -> str:
     return _ENDINGS[ending]
 
 
-def put(picture: str | bytes, out: str | None) -> None:
+def write_picture(picture: str | bytes, out: str | None) -> None:
     """Write a picture to a file, or to standard output if there is no file."""
     if out:
         data = picture.encode("utf-8") if isinstance(picture, str) else picture
@@ -149,7 +149,7 @@ def columns_of_terminal(out: str | None) -> int | None:
     return None if out or not sys.stdout.isatty() else shutil.get_terminal_size().columns
 
 
-def measured(run_folder: Path, config: Config, given: Collection[str]) -> Subject:
+def measured(run_folder: Path, config: Config, given: Collection[str]) -> DrawnTimelines:
     """Return the step of a run that has the median time, followed by simulations.
 
     The first simulation runs the measured schedule with the mean time of each operation on each
@@ -172,7 +172,7 @@ def measured(run_folder: Path, config: Config, given: Collection[str]) -> Subjec
     if "pipeline.recompute" not in given:
         recompute = recompute_of(timeline)
     others = _chosen(config) if "pipeline.schedule" in given else _chosen(config)[1:]
-    return Subject(
+    return DrawnTimelines(
         (
             replace(timeline, name=f"{timeline.name}, measured"),
             replace(planned, name=f"{timeline.name}, simulated from measured costs"),
@@ -223,7 +223,7 @@ def _chosen(config: Config) -> list[tuple[str, Mapping[str, Any]]]:
     return [(pipeline.schedule, pipeline.options), *((name, {}) for name in config.draw.compare)]
 
 
-def simulated(config: Config) -> Subject:
+def simulated(config: Config) -> DrawnTimelines:
     """Simulate pipeline.schedule and the schedules of draw.compare.
 
     All have the same model and ranks: a number in draw.costs is the time of one rank's share of the
@@ -244,7 +244,7 @@ def simulated(config: Config) -> Subject:
     timelines: list[Timeline] = []
     for name, options in _chosen(config):
         chosen = replace(config, pipeline=replace(pipeline, schedule=name, options=dict(options)))
-        asked = on_ranks(chosen, ranks_to_come(config, DEFAULT_STAGES))
+        asked = on_ranks(chosen, num_planned_ranks(config, DEFAULT_STAGES))
         schedule = build(
             asked.pipeline.schedule,
             ranks=_ranks_of(asked),
@@ -255,7 +255,7 @@ def simulated(config: Config) -> Subject:
         copies = copies_in_rows(schedule.placement)
         own = costs.recut(schedule.num_ranks, schedule.num_stages, copies)
         timelines.append(simulate(_with_outer(schedule, config), own))
-    return Subject(tuple(timelines))
+    return DrawnTimelines(tuple(timelines))
 
 
 def _ranks_of(config: Config) -> int:
@@ -283,7 +283,7 @@ def _with_outer(schedule: Schedule, config: Config) -> Schedule:
     return add_gathers(lowered, buckets) if config.outer.shard == "flat" else lowered
 
 
-def _text(subject: Subject, size: Size) -> str:
+def _text(subject: DrawnTimelines, size: PictureSize) -> str:
     longest = max(timeline.makespan for timeline in subject.timelines)
     columns = size.width or num_columns(subject.timelines)
     parts: list[str] = []
@@ -311,26 +311,26 @@ def _table(table: Table) -> str:
     )
 
 
-def _svg(subject: Subject, size: Size) -> str:
+def _svg(subject: DrawnTimelines, size: PictureSize) -> str:
     timelines, unit, table = subject
     return render_svg(layout(timelines, unit=unit, width=size.width, table=table))
 
 
-def _png(subject: Subject, size: Size) -> bytes:
+def _png(subject: DrawnTimelines, size: PictureSize) -> bytes:
     timelines, unit, table = subject
     return render_png(layout(timelines, unit=unit, width=size.width, table=table))
 
 
-def _html(subject: Subject, size: Size) -> str:
+def _html(subject: DrawnTimelines, size: PictureSize) -> str:
     timelines, unit, table = subject
     scene = layout(timelines, unit=unit, width=size.width)
     return render_html(scene, ", ".join(timeline.name for timeline in timelines), table)
 
 
-def _trace(subject: Subject, size: Size) -> str:
+def _trace(subject: DrawnTimelines, size: PictureSize) -> str:
     return chrome_trace(subject.timelines)
 
 
-_FORMATS: Final[Mapping[str, Callable[[Subject, Size], str | bytes]]] = MappingProxyType(
-    {"text": _text, "svg": _svg, "png": _png, "html": _html, "trace": _trace}
+_FORMATS: Final[Mapping[str, Callable[[DrawnTimelines, PictureSize], str | bytes]]] = (
+    MappingProxyType({"text": _text, "svg": _svg, "png": _png, "html": _html, "trace": _trace})
 )

@@ -5,7 +5,7 @@ from gpipe_hpc.schedule import compare, comparison_table, gains_table, search_ga
 from gpipe_hpc.settings import Config
 
 
-def standings(config: Config, num_stages: int) -> str:
+def schedules_table(config: Config, num_stages: int) -> str:
     """Return a table that compares all schedules; for costs by stage, also the gain of a search.
 
     The table assumes equal stages: of costs given as lists it uses the mean.

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.collectives.group import Gathering, Group, Pending
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, ControlGroup, Group
 from gpipe_hpc.models import Conversion, Moments, PooledBatchNorm, pooled, shifted_sums
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -32,7 +32,7 @@ class StageStatistics:
         ]
         self._noted: dict[int, list[tuple[Any, Any]]] = defaultdict(list)
         self._flat: torch.Tensor | None = None
-        self._pending: Pending | None = None
+        self._pending: CollectiveHandle | None = None
 
     def __len__(self) -> int:
         """Return the number of layers with running statistics."""
@@ -73,7 +73,7 @@ class StageStatistics:
         self.clear()
 
 
-def gather_batchnorm(own: Mapping[int, Conversion], pipeline: Gathering) -> Conversion:
+def gather_batchnorm(own: Mapping[int, Conversion], pipeline: ControlGroup) -> Conversion:
     """Return the BatchNorm layers of all stages in order; `own`: those of this rank by stage."""
     by_stage = pipeline.merge_object(dict(own), or_)
     return Conversion.of(by_stage[index] for index in sorted(by_stage))

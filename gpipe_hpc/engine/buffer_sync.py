@@ -57,17 +57,17 @@ class DivergenceReporter:
 
     def _at_end(self) -> None:
         with suppress(RuntimeError):  # of a device that is gone
-            self.say_known()
+            self.log_arrived()
 
     def compare(self, names: Sequence[str], counts: AsyncHostTensor, first: int) -> None:
         """Store for each buffer the number of ranks whose values differed from rank `first`'s."""
         self._compared.append((names, counts, first))
 
-    def say_known(self) -> None:
+    def log_arrived(self) -> None:
         """Log the buffers that differed, as far as their values have arrived: on a CPU, all."""
         self._say_compared(AsyncHostTensor.poll)
 
-    def say_all(self) -> None:
+    def log_pending(self) -> None:
         """Log the buffers that differed; waits for the device."""
         self._say_compared(AsyncHostTensor.read)
 
@@ -97,7 +97,7 @@ _AVERAGED: Final = "are averaged over the {size} ranks that hold them"
 _FIRST: Final = "those of rank {first} are given to all"
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """The module and the name under which a buffer is registered."""
 
     module: nn.Module
@@ -182,7 +182,7 @@ class BufferSynchronizer:
         self._modules = modules_of(self._layers, pooled=pooled)
         self._children = self._children_now()
         self._named: list[tuple[str, nn.Module, tuple[str, ...]]] = []  # what the table is of
-        self._table: dict[str, Place] = {}
+        self._table: dict[str, BufferPlace] = {}
         self._names = sorted(self._places())
         self._num_slots = max(1, len(self._names))  # all ranks know it, so it stays
         self._kinds = self._kinds_now()
@@ -196,15 +196,15 @@ class BufferSynchronizer:
     def begin(self) -> None:
         """Begin a run of the stage."""
         if self._group.size > 1:
-            self._reporter.say_known()
+            self._reporter.log_arrived()
             if self._children_now() != self._children:
                 self._modules = modules_of(self._layers, pooled=self._pooled)
                 self._children = self._children_now()
             self._before = {name: _version_at(place) for name, place in self._places().items()}
 
-    def say_all(self) -> None:
+    def log_pending(self) -> None:
         """Log pending messages about buffers that differed; waits for the device."""
-        self._reporter.say_all()
+        self._reporter.log_pending()
 
     def end(self, num_samples: int) -> None:
         """Record the buffers that a run of `num_samples` samples has changed."""
@@ -294,7 +294,7 @@ class BufferSynchronizer:
                 places[name].put(value)
         if self._policy == "first":
             self._reporter.say(copied, logging.INFO, _FIRST, first)
-        self._reporter.say_known()
+        self._reporter.log_arrived()
 
     def _sides(self, names: Sequence[str]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
         """Yield names and buffers on the device, then those on the host, if there are any.
@@ -307,9 +307,9 @@ class BufferSynchronizer:
             yield there, [_present(places[name]) for name in there]
         here = [name for name in names if name in self._on_host]
         if here:
-            yield here, [self._device.fetch(_present(places[name])) for name in here]
+            yield here, [self._device.to_host(_present(places[name])) for name in here]
 
-    def _is_on_host(self, place: Place) -> bool:
+    def _is_on_host(self, place: BufferPlace) -> bool:
         """Return whether there is a buffer that is not on the device of the stage."""
         return place.buffer is not None and not self._device.holds(place.buffer)
 
@@ -354,7 +354,7 @@ class BufferSynchronizer:
             is_here = root == self._position
             # By the host: what one rank's device has, another's may not read.
             there = {n: _present(own[n]) for n in given} if is_here else {}
-            kept = {n: self._device.fetch(value).clone() for n, value in there.items()}
+            kept = {n: self._device.to_host(value).clone() for n, value in there.items()}
             values |= self._group.broadcast_object(kept, self._group.ranks[root])
         what = (
             "are new, or of other shapes or devices, on some of the {size} ranks that hold them; "
@@ -367,7 +367,7 @@ class BufferSynchronizer:
                 self._reporter.say([name], logging.WARNING, what, each.root)
             self._register(name, values[name], is_persistent=each.is_persistent)
 
-    def _offer(self, place: Place, first: int) -> _SourceBuffer:
+    def _offer(self, place: BufferPlace, first: int) -> _SourceBuffer:
         value = _present(place)
         return _SourceBuffer(
             -1 if self._position == first else self._position,
@@ -379,7 +379,7 @@ class BufferSynchronizer:
         )
 
     def _means(
-        self, own: Mapping[str, Place], offers: Mapping[str, _SourceBuffer]
+        self, own: Mapping[str, BufferPlace], offers: Mapping[str, _SourceBuffer]
     ) -> dict[str, torch.Tensor]:
         """Return the average of each buffer over the ranks that have it."""
         if not offers:
@@ -389,7 +389,7 @@ class BufferSynchronizer:
             weight = float(self._num_samples if each.is_weighed else 1) if name in own else 0.0
             row = torch.zeros(each.num_numbers + 1, dtype=torch.float64)
             if weight:
-                row[:-1] = _wide(self._device.fetch(_present(own[name]))) * weight
+                row[:-1] = _wide(self._device.to_host(_present(own[name]))) * weight
                 row[-1] = weight
             rows.append(row)
         flat = torch.cat(rows)
@@ -420,12 +420,14 @@ class BufferSynchronizer:
         """Return a fingerprint of the module tree, cheaper than a full walk."""
         return [id(child) for _, m in self._modules for child in m._modules.values()]
 
-    def _places(self) -> Mapping[str, Place]:
+    def _places(self) -> Mapping[str, BufferPlace]:
         """Return all buffers by global name; the table is rebuilt if names have changed."""
         named = [(path, m, tuple(m._buffers)) for path, m in self._modules if m._buffers]
         if named != self._named:
             self._named = named
-            self._table = {f"{path}.{n}": Place(m, n) for path, m, names in named for n in names}
+            self._table = {
+                f"{path}.{n}": BufferPlace(m, n) for path, m, names in named for n in names
+            }
         return self._table
 
     def _kinds_now(self) -> dict[str, Any]:
@@ -457,31 +459,31 @@ def modules_of(
     return list(modules.values())
 
 
-def plain_buffers(layers: Mapping[int, nn.Module]) -> list[Place]:
+def plain_buffers(layers: Mapping[int, nn.Module]) -> list[BufferPlace]:
     """Return the plain buffers of the layers, including those that are not persistent."""
     modules = modules_of(layers, pooled=True)
-    places = [Place(module, name) for _, module in modules for name in module._buffers]
+    places = [BufferPlace(module, name) for _, module in modules for name in module._buffers]
     return [p for p in places if p.buffer is not None and _is_plain(_present(p))]
 
 
-def copy_of(place: Place) -> torch.Tensor:
+def copy_of(place: BufferPlace) -> torch.Tensor:
     """Return a contiguous copy of a buffer."""
     return _present(place).resolve_conj().resolve_neg().contiguous().clone()
 
 
-def take_over(place: Place, value: torch.Tensor) -> None:
+def take_over(place: BufferPlace, value: torch.Tensor) -> None:
     """Set a buffer to a value of the same shape, unless it has that value already."""
     if not _same(_present(place), value):
         place.put(value)
 
 
-def _version_at(place: Place) -> tuple[torch.Tensor | None, int]:
+def _version_at(place: BufferPlace) -> tuple[torch.Tensor | None, int]:
     """Return a buffer and its version; inference tensors have none."""
     buffer = place.buffer
     return buffer, 0 if buffer is None or buffer.is_inference() else buffer._version
 
 
-def _present(place: Place) -> torch.Tensor:
+def _present(place: BufferPlace) -> torch.Tensor:
     buffer = place.buffer
     assert buffer is not None, f"buffer {place.name} is gone"
     return buffer.detach()
@@ -517,7 +519,7 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.layout
 
 
-def _kind_at(place: Place) -> tuple[Any, ...] | None:
+def _kind_at(place: BufferPlace) -> tuple[Any, ...] | None:
     return None if place.buffer is None else _kind(place.buffer)
 
 
@@ -535,7 +537,7 @@ def _may_average(tensor: torch.Tensor) -> bool:
     return _is_plain(tensor) and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _is_float(place: Place) -> bool:
+def _is_float(place: BufferPlace) -> bool:
     return _may_average(_present(place))
 
 

@@ -162,7 +162,7 @@ class LayerBuffers:
         self._where, self._elsewhere = where, elsewhere or {}
         self._layer = layer
         self._lasting = lasting
-        named = [*homes_of(layer), *sharing]
+        named = [*buffer_dicts_of(layer), *sharing]
         self._prefixes = [prefix for prefix, _ in named]
         self.homes = [home for _, home in named]
         self._moving: set[Place] = set()
@@ -410,7 +410,7 @@ class LayerBuffers:
         return ", ".join(f"{self._prefixes[number]}{name}" for number, name in sorted(places))
 
 
-def homes_of(layer: nn.Module) -> list[tuple[str, Home]]:
+def buffer_dicts_of(layer: nn.Module) -> list[tuple[str, Home]]:
     """Return the buffer dicts of a layer's modules, each with the prefix of its names."""
     return [
         (f"{name}." if name else "", module._buffers)

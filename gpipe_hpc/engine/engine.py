@@ -12,7 +12,7 @@ from gpipe_hpc.comm.world.groups import RankContext, warm_up_groups
 from gpipe_hpc.comm.world.threads import within_step
 from gpipe_hpc.data_parallel import MicrobatchSplit, log_inexact
 from gpipe_hpc.device.host.machine import clock_identity
-from gpipe_hpc.engine.backward.outsiders import Outsiders
+from gpipe_hpc.engine.backward.outsiders import ForeignParameters
 from gpipe_hpc.engine.batchnorm_statistics import gather_batchnorm, log_batchnorm
 from gpipe_hpc.engine.compiling import chosen_backend, compile_layers
 from gpipe_hpc.engine.gradient_norms import Norms, clip_by_norm, gather_norms, parts_of
@@ -96,7 +96,7 @@ class Engine:
             placement.stages_of(groups.stage_rank),
             seed,
             groups.world,
-            groups.everybody,
+            groups.world_group,
             precision,
             recomputed,
             built_on_device=built_on_device,
@@ -138,7 +138,7 @@ class Engine:
             part_of,
             outer,
             seed,
-            Outsiders(model, layers),
+            ForeignParameters(model, layers),
         )
         if leads:
             # With one replica, local SGD has nothing to average.
@@ -149,7 +149,7 @@ class Engine:
         self.needs_inputs = 0 in self.stages
         self.needs_targets = self._schedule.num_stages - 1 in self.stages
         self.whole_model = WholeModel(
-            given, model, layers, groups.everybody, is_one_process=groups.world.is_one_process
+            given, model, layers, groups.world_group, is_one_process=groups.world.is_one_process
         )
         self._compile(compiles, layers)
 
@@ -181,7 +181,7 @@ class Engine:
             outer,
             uses_local_sgd=uses_local_sgd,
         )
-        every = [groups.everybody, groups.pipeline, *wiring.groups(), *(t.group for t in tied)]
+        every = [groups.world_group, groups.pipeline, *wiring.groups(), *(t.group for t in tied)]
         warm_up_groups(every, groups.world.device)
         return tied
 
@@ -303,7 +303,7 @@ class Engine:
                 or (info.name in owned and owned[info.name].is_view)
             },
             [info.name for info in self.all_parameters],
-            self._groups.everybody if in_parts else self._groups.pipeline,
+            self._groups.world_group if in_parts else self._groups.pipeline,
             self._groups.world.device,
             self._norm_dtype,
         )

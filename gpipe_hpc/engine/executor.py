@@ -16,16 +16,16 @@ from typing import Final
 import torch
 
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
-from gpipe_hpc.comm.transport.wire import handed_over
+from gpipe_hpc.comm.transport.wire import as_received
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.device.memory_snapshot import MemorySnapshot, OutOfMemoryError
-from gpipe_hpc.engine.backward.outsiders import Outsiders
+from gpipe_hpc.engine.backward.outsiders import ForeignParameters
 from gpipe_hpc.engine.inputs import Intake
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.offload import PinnedBufferPool
 from gpipe_hpc.engine.precision import keeping_casts
-from gpipe_hpc.engine.recorder import Recorder, Span
+from gpipe_hpc.engine.recorder import ActionSpan, Recorder
 from gpipe_hpc.engine.run import Outcome, Run
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
 from gpipe_hpc.engine.stages.routes import BATCH
@@ -67,7 +67,7 @@ class Executor:
         world: World,
         *,
         overlaps: bool = True,
-        outsiders: Outsiders | None = None,
+        outsiders: ForeignParameters | None = None,
     ) -> None:
         self._schedule, self._stages, self._wiring, self._world = schedule, stages, wiring, world
         self._transport, self._overlaps = wiring.transport, overlaps
@@ -198,7 +198,7 @@ class Executor:
         start = self.recorder.mark()
         outgoing = runner.forward(run, microbatch, parts, num_samples, plan, self._outcome)
         if num_samples:
-            self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
+            self.recorder.step.spans.append(ActionSpan(action, start, self.recorder.mark()))
         for edge, part in zip(routes.destinations, outgoing, strict=True):
             self._made[stage, edge.stage, microbatch] = Message(part, num_samples)
         # In training alone: an evaluation changes no statistics.
@@ -210,7 +210,7 @@ class Executor:
             self._room.before_compute()
         start = self.recorder.mark()
         if self._runners[action.stage].recompute(run, _number(action)):
-            self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
+            self.recorder.step.spans.append(ActionSpan(action, start, self.recorder.mark()))
 
     def _backward(self, action: Action, run: Run) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -226,7 +226,7 @@ class Executor:
         with self._reducing(action) if action in self._ends else _NOTHING:
             parts = runner.backward(microbatch, gradients)
         if num_samples:
-            self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
+            self.recorder.step.spans.append(ActionSpan(action, start, self.recorder.mark()))
         for edge, part in zip(routes.sources, parts, strict=True):
             if edge.stage != BATCH:
                 self._made[stage, edge.stage, microbatch] = Message(part, num_samples)
@@ -238,7 +238,7 @@ class Executor:
         with self._reducing(action) if action in self._ends else _NOTHING:
             has_run = self._runners[action.stage].weights(_number(action))
         if has_run:
-            self.recorder.step.spans.append(Span(action, start, self.recorder.mark()))
+            self.recorder.step.spans.append(ActionSpan(action, start, self.recorder.mark()))
 
     def _reducing(self, action: Action) -> AbstractContextManager[None]:
         """Return the block for a stage's last backward, in which buckets may be reduced."""
@@ -250,7 +250,7 @@ class Executor:
         if source == BATCH:
             assert run.inputs is not None, "checked before the run"
             nests, sizes = run.inputs
-            return Message(self._intake.bring(nests[microbatch]), sizes[microbatch])
+            return Message(self._intake.to_device(nests[microbatch]), sizes[microbatch])
         hop = source, stage, microbatch
         channel = self._incoming.get(hop)
         if channel is not None:
@@ -259,7 +259,7 @@ class Executor:
         if source > stage:
             return message
         # As it would come from another rank: cut off from the graph.
-        return Message(handed_over(message.nest), message.num_samples)
+        return Message(as_received(message.nest), message.num_samples)
 
     def _send(self, action: Action, run: Run) -> None:
         channel, microbatch = self._channels[action], _number(action)

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import ConfigError
@@ -61,7 +61,7 @@ class Norms(NamedTuple):
 
     def square_without(self, left_out: Collection[str]) -> float:
         """Return the sum of squares over all names except some; waits for the device."""
-        values: list[float] = self.device.fetch(self.values).tolist()
+        values: list[float] = self.device.to_host(self.values).tolist()
         pairs = zip(self.names, values, strict=True)
         return sum(value * value for name, value in pairs if name not in left_out)
 
@@ -70,7 +70,7 @@ def gather_norms(
     own: Mapping[str, nn.Parameter],
     counted: Collection[str],
     all_names: Sequence[str],
-    group: Gathering,
+    group: ControlGroup,
     device: Device,
     dtype: torch.dtype = torch.float32,
 ) -> Norms:

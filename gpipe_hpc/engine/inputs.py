@@ -31,7 +31,7 @@ class Intake:
         self._device = device
         self._stream: Stream | None = None  # once there is something to copy
 
-    def bring(self, nest: Nest) -> Nest:
+    def to_device(self, nest: Nest) -> Nest:
         """Return a nest whose tensors are on the device and belong to no graph.
 
         Raises DataError for a tensor of another accelerator.
@@ -39,7 +39,7 @@ class Intake:
         if not self._device.is_accelerator:
             if isinstance(nest, torch.Tensor) and nest.device == self._device.torch:
                 return nest.clone() if nest.is_inference() else nest.detach()
-            return map_tensors(lambda tensor: self._device.bring(_apart(tensor)), nest)
+            return map_tensors(lambda tensor: self._device.to_device(_apart(tensor)), nest)
         refuse_astray(nest, self._device, "batch", _ASTRAY_BATCH, DataError)
         arriving: list[Tensor] = []
 
@@ -47,7 +47,7 @@ class Intake:
             if self._device.holds(tensor):
                 return _apart(tensor)
             if tensor.layout is not torch.strided:
-                return self._device.bring(_apart(tensor))
+                return self._device.to_device(_apart(tensor))
             own = self._copied(tensor)
             arriving.append(own)
             return own
@@ -58,7 +58,7 @@ class Intake:
             current = self._device.current_stream()
             current.wait_event(self._stream.record_event())
             for tensor in arriving:
-                self._device.lend(tensor, current)
+                self._device.keep_for_stream(tensor, current)
         return there
 
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Intake:
             self._stream = self._device.stream()
         with self._device.on(self._stream):
             own = self._device.empty((tensor.numel(),), tensor.dtype)
-            self._device.bring_into(own, staged)
+            self._device.copy_to_device(own, staged)
             return own.as_strided(tensor.shape, strides)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.collectives.group import Group, Pending
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.data_parallel import BucketItem, Compression, ReduceStrategy, choose_strategy
 from gpipe_hpc.device.device import Device
@@ -70,7 +70,7 @@ class Fragment:
         self._momenta: dict[str, Tensor] = {}
         self._names: list[str] = []
         self._coming: Tensor | None = None
-        self._pending: Pending | None = None
+        self._pending: CollectiveHandle | None = None
         self.reset_anchor()
 
     @property
@@ -221,7 +221,7 @@ class OuterSteps:
     @property
     def replicas_differ(self) -> bool:
         """Return whether replicas may have different parameters; waits for the device."""
-        return self._may_be_coming or bool(_trained_parts(self._device.fetch(self._since)))
+        return self._may_be_coming or bool(_trained_parts(self._device.to_host(self._since)))
 
     def is_due(self, step: int) -> bool:
         """Return whether an average starts or arrives after step number `step`, from 1 on."""
@@ -255,7 +255,7 @@ class OuterSteps:
                 fragment.finish(outer.mix)
         # Also those parts of which this rank has nothing.
         parts = [part for part in range(outer.parts) if self.starts(part, step)]
-        since = self._device.fetch(self._since) if parts else self._since
+        since = self._device.to_host(self._since) if parts else self._since
         weight = self._weight(since[0, :-1]) if 0 in parts else None
         for fragment in starting:
             # An average of another layout, in which the fragment belonged to another part.
@@ -274,7 +274,7 @@ class OuterSteps:
         Averages that are on their way arrive, and each part that was trained since its last average
         has an outer step at once.
         """
-        since = self._device.fetch(self._since)
+        since = self._device.to_host(self._since)
         parts = _trained_parts(since)
         if not parts and not self._may_be_coming:
             return False, None
@@ -394,7 +394,7 @@ class LocalSgd:
     def report_buffers(self) -> None:
         """Log what is left to report of buffers; waits for the device."""
         for sync in self._buffer_syncs.values():
-            sync.say_all()
+            sync.log_pending()
 
     def note(self, weights: Tensor) -> None:
         """Note a training step: the loss weights of all replicas, float64[replicas]."""

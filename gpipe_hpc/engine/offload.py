@@ -204,7 +204,7 @@ class HostCopy:
                 assert memory.device is not None, "offloaded twice"
                 source = _bytes_of(memory.device)
                 memory.host = self._room.take(source.numel())
-                self._device.fetch_into(memory.host, source)
+                self._device.copy_to_host(memory.host, source)
 
     def let_go(self) -> None:
         """Free the device's memory, after the compute stream has waited for the copies."""
@@ -239,7 +239,7 @@ class HostCopy:
         with self._room.coming_back():
             for memory, own in zip(self._memories.values(), arriving, strict=True):
                 assert memory.host is not None
-                self._device.bring_into(own, memory.host)
+                self._device.copy_to_device(own, memory.host)
                 read.append(memory.host)
                 memory.device, memory.host = own.untyped_storage(), None
             self._is_here = self._room.end_fetch(read)

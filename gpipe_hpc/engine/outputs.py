@@ -28,7 +28,7 @@ from gpipe_hpc.comm.transport.aliases import (
     mark_buffer,
     storages_of,
 )
-from gpipe_hpc.engine.backward.calls import nodes_behind
+from gpipe_hpc.engine.backward.calls import reachable_nodes
 from gpipe_hpc.engine.layer_runner import LayerRunner
 from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.errors import ModelError
@@ -165,7 +165,7 @@ def _held_elsewhere(
 def _saved_storages(nodes: Iterable[Any]) -> set[int]:
     """Return the addresses of all storages that a graph has saved tensors in."""
     found: set[int] = set()
-    for node in nodes_behind(nodes):
+    for node in reachable_nodes(nodes):
         for name in dir(node):
             if name.startswith("_raw_saved_"):
                 saved = getattr(node, name)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.device.device import Device, on_host
 from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
 from gpipe_hpc.errors import ModelError
@@ -206,7 +206,7 @@ class StageParameters:
 
 
 def refuse_different(
-    stages: Sequence[StageParameters], together: Gathering, everybody: Gathering
+    stages: Sequence[StageParameters], together: ControlGroup, everybody: ControlGroup
 ) -> None:
     """Raise ModelError, on all ranks, if copies of a written parameter have different values.
 

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
-from gpipe_hpc.comm.collectives.group import Pending
-from gpipe_hpc.device.deferred import Mark, await_mark, seconds_between
+from gpipe_hpc.comm.collectives.group import CollectiveHandle
+from gpipe_hpc.device.deferred import Mark, seconds_between, wait_for_mark
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.device.device import Event as DeviceEvent
 from gpipe_hpc.schedule import Action, Event
@@ -90,7 +90,7 @@ class DeviceClock:
         return mark
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action between two marks."""
 
     action: Action
@@ -173,9 +173,9 @@ class _OverlappedSpan:
     def end(self, mark: Callable[[], Mark]) -> None:
         self._end = mark()
 
-    def span(self, mark: Callable[[], Mark]) -> Span:
+    def span(self, mark: Callable[[], Mark]) -> ActionSpan:
         """Return its span, until now if it has not ended."""
-        return Span(self._action, self._start, mark() if self._end is None else self._end)
+        return ActionSpan(self._action, self._start, mark() if self._end is None else self._end)
 
 
 class StepMarks:
@@ -184,15 +184,15 @@ class StepMarks:
     def __init__(self, mark: Callable[[], Mark], begin: StepStart | None = None) -> None:
         """`mark` returns the current mark; `begin` is the start of the step on an accelerator."""
         self._begin, self._mark = begin, mark
-        self.spans: list[Span] = []  # of compute
+        self.spans: list[ActionSpan] = []  # of compute
         self._overlapped: list[_OverlappedSpan] = []
         self._read: ActionTimes | None = None
 
     def add(self, action: Action, start: Mark) -> None:
         """Record that an action ran from `start` until now."""
-        self.spans.append(Span(action, start, self._mark()))
+        self.spans.append(ActionSpan(action, start, self._mark()))
 
-    def add_overlapped(self, action: Action, start: Mark, pending: Pending) -> None:
+    def add_overlapped(self, action: Action, start: Mark, pending: CollectiveHandle) -> None:
         """Record an action that overlaps with compute, from `start` until `pending` is done."""
         overlapped = _OverlappedSpan(action, start)
         self._overlapped.append(overlapped)
@@ -215,7 +215,7 @@ class StepMarks:
         """Return when this rank computed; overlapping actions may still be running."""
         return self._moments(self.spans).times
 
-    def _moments(self, spans: Sequence[Span]) -> ActionTimes:
+    def _moments(self, spans: Sequence[ActionSpan]) -> ActionTimes:
         marks = (mark for span in spans for mark in (span.start, span.end))
         return ActionTimes(
             tuple(span.action for span in spans), array("d", map(self._seconds, marks))
@@ -225,7 +225,7 @@ class StepMarks:
         if isinstance(mark, float):
             return mark
         assert self._begin is not None, "a device's marks have a beginning"
-        await_mark(mark)
+        wait_for_mark(mark)
         return self._begin.seconds() + seconds_between(self._begin.mark, mark)
 
 
@@ -241,6 +241,6 @@ class Recorder:
         """Begin a new step; marks of earlier steps stay readable."""
         self.step = StepMarks(self.mark, self._clock.begin() if self._clock else None)
 
-    def add_overlapped(self, action: Action, start: Mark, pending: Pending) -> None:
+    def add_overlapped(self, action: Action, start: Mark, pending: CollectiveHandle) -> None:
         """Record an action that overlaps with compute, from `start` until `pending` is done."""
         self.step.add_overlapped(action, start, pending)

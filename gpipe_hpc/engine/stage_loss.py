@@ -111,7 +111,7 @@ class StageLoss:
                 f"the same slice of the batch on every rank (a list of tensors counts as several "
                 f"of all samples: stack them, or mark each of them, [gpipe_hpc.whole(x) for ...])"
             )
-        return self._intake.bring(nests[microbatch])
+        return self._intake.to_device(nests[microbatch])
 
     def _watch(self, where: str) -> Reductions | None:
         """Return a recorder of the sums and means in a user's loss; None for compiled layers."""

@@ -26,7 +26,7 @@ from gpipe_hpc.batches import Output
 from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.draws import BackwardDraws
-from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, Outsiders
+from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, ForeignParameters
 from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.buffers import FoundBuffer, ReturnedBuffer
 from gpipe_hpc.engine.inputs import Intake
@@ -138,7 +138,7 @@ class StageRunner:
         room: PinnedBufferPool | None = None,
         *,
         sends: bool = False,
-        outsiders: Outsiders | None = None,
+        outsiders: ForeignParameters | None = None,
     ) -> None:
         self.stage, self._peers, self._room, self._sends = stage, peers, room, sends
         self._outsiders = outsiders

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.collectives.group import ControlGroup, Group
 from gpipe_hpc.comm.collectives.rank_summary import RankSlots, RankSummary
 from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import Device
@@ -65,7 +65,7 @@ class StepFlags:
 
     @classmethod
     def gathered(
-        cls, names: Sequence[str], own: Mapping[int, int], group: Gathering
+        cls, names: Sequence[str], own: Mapping[int, int], group: ControlGroup
     ) -> "StepFlags":
         """Return the flags of a model; a collective call.
 
@@ -147,10 +147,10 @@ class StepReduction:
         self,
         num_global: int,
         num_flags: int,
-        group: Gathering,
+        group: ControlGroup,
         rank: int,
         device: Device,
-        pipeline: Gathering | None = None,
+        pipeline: ControlGroup | None = None,
     ) -> None:
         self._num_global, self._num_flags = num_global, num_flags
         self._group, self._device, self._pipeline = group, device, pipeline
@@ -238,7 +238,7 @@ class StepReduction:
     def _all_reduce_host(self, flat: Tensor) -> None:
         """All-reduce a tensor on the host that ends with the slots of ranks."""
         slots = flat[-self._slots.size :]
-        self._group.climb(flat, partial(self._slots.lift, slots))
+        self._group.all_reduce_hierarchical(flat, partial(self._slots.lift, slots))
 
     def _device_row(
         self,
@@ -284,7 +284,7 @@ class StepReduction:
             return host
         staged = self._device.pinned(host.shape, host.dtype)
         staged.copy_(host)
-        flat = self._device.bring(staged, non_blocking=True)
+        flat = self._device.to_device(staged, non_blocking=True)
         for start, run in _runs(on_device):
             flat[start : start + len(run)] = stacked(run)
         return flat

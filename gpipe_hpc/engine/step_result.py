@@ -57,7 +57,7 @@ def ordered_sum(device: Device) -> OrderedSum:
     numbers = torch.randn(_NUM_PROBED, generator=generator, dtype=torch.float64) * spread
     columns = torch.stack([numbers, numbers.flip(0)], 1)
     try:
-        found = [device.fetch(_by_bag(device.bring(each))) for each in (numbers, columns)]
+        found = [device.to_host(_by_bag(device.to_device(each))) for each in (numbers, columns)]
     except RuntimeError:  # it has no such kernel
         return _one_by_one
     expected = [_by_prefixes(each) for each in (numbers, columns)]
@@ -195,7 +195,7 @@ class StepResult:
         is_skipped: Gradients overflowed float16 on some rank and were dropped on all.
         loss_scale: Factor by which the loss was scaled before the backward.
         parts: With `noise_over`, squared norms of parts of the gradients.
-        told: Summary of the numbers that ranks reported; None after an evaluation.
+        rank_summary: Summary of the numbers that ranks reported; None after an evaluation.
         synced_at_s: Time on this rank's clock at which it left the reduction of the step.
     """
 
@@ -203,7 +203,7 @@ class StepResult:
     is_skipped: bool = False
     loss_scale: float = 1.0
     parts: GradientParts | None = None
-    told: RankSummary | None = None
+    rank_summary: RankSummary | None = None
     synced_at_s: float = 0.0
 
     def __repr__(self) -> str:

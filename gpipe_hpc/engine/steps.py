@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from gpipe_hpc.batches import Output, join, square_output
-from gpipe_hpc.comm.collectives.group import Gathering, Group, Pending
-from gpipe_hpc.comm.transport.wire import Structure, as_bytes, assemble, disassemble, packed
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, ControlGroup, Group
+from gpipe_hpc.comm.transport.wire import NestStructure, as_bytes, assemble, disassemble, packed
 from gpipe_hpc.comm.world.groups import RankContext
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import (
@@ -22,7 +22,7 @@ from gpipe_hpc.data_parallel import (
     choose_strategy,
 )
 from gpipe_hpc.device.deferred import AsyncHostTensor
-from gpipe_hpc.engine.backward.outsiders import Outsiders
+from gpipe_hpc.engine.backward.outsiders import ForeignParameters
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.executor import Executor
 from gpipe_hpc.engine.gradient_norms import GradientParts
@@ -86,7 +86,7 @@ class Steps:
         part_of: tuple[int, ...] = (),
         outer: Outer | None = None,
         seed: int = 0,
-        outsiders: Outsiders | None = None,
+        outsiders: ForeignParameters | None = None,
     ) -> None:
         outer = outer or Outer()
         uses_local_sgd = tables.averaging is not None
@@ -132,17 +132,17 @@ class Steps:
         self._first = portions.of(site.replica).start
         num_global = portions.total
         widths = {index: sync.num_flags for index, sync in self._buffer_syncs.items()}
-        self._flags = StepFlags.gathered(names, widths, site.everybody)
+        self._flags = StepFlags.gathered(names, widths, site.world_group)
         self._reduction = StepReduction(
             num_global,
             self._flags.size,
-            site.everybody,
+            site.world_group,
             site.world.rank,
             site.world.device,
             site.pipeline if uses_local_sgd else None,
         )
         held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
-        self._trained = TrainableParameters(held, names, site.everybody)
+        self._trained = TrainableParameters(held, names, site.world_group)
         self._num_parameters, self._has_trained = len(names), False
         self._has_warned = False  # that all is frozen
         self._idle: StepLoss | None = None  # of the last step, if no step has trained anything
@@ -152,7 +152,7 @@ class Steps:
         self.local_sgd: LocalSgd | None = None
         self._shares: torch.Tensor | None = None
         if uses_local_sgd:
-            self._shares = site.world.device.bring(share_places(portions.counts))
+            self._shares = site.world.device.to_device(share_places(portions.counts))
             self.local_sgd = self._make_local_sgd(outer, tables, buffers)
         # The loss weight of the last step; backward is seeded near its inverse.
         on = site.world.device.torch
@@ -211,7 +211,7 @@ class Steps:
 
         sent_bytes = self._sent_bytes  # not self: a cycle would outlive the pipeline
 
-        def start(flat: torch.Tensor, items: Sequence[BucketItem]) -> Pending:
+        def start(flat: torch.Tensor, items: Sequence[BucketItem]) -> CollectiveHandle:
             sent_bytes[0] += 2 * (size - 1) * flat.nbytes // size
             return strategy(flat, items)
 
@@ -299,8 +299,8 @@ class Steps:
     def _compare_copies(self) -> None:
         """Raise ModelError if copies of a parameter differ after this step; waits for all ranks."""
         site, stages = self._site, [stage.parameters for stage in self._stages.values()]
-        together = site.everybody if self.local_sgd is None else site.pipeline
-        refuse_different(stages, together, site.everybody)
+        together = site.world_group if self.local_sgd is None else site.pipeline
+        refuse_different(stages, together, site.world_group)
 
     def _look_whether_trained(self, known: StepTotals) -> None:
         """Refuse a first step that trains nothing; warn if it trains nothing of the first layers.
@@ -394,7 +394,7 @@ class Steps:
         found = self._overflows()
         if found is None:
             return overflows
-        self._site.everybody.all_reduce(found)
+        self._site.world_group.all_reduce(found)
         return AsyncHostTensor.of(found, self._site.world.device)
 
     def _overflows(self) -> torch.Tensor | None:
@@ -538,10 +538,10 @@ class Steps:
             f"normalise_over_replicas=False"
         )
 
-    def say_all(self) -> None:
+    def log_pending(self) -> None:
         """Log pending warnings of the steps so far; waits for the device."""
         for sync in self._buffer_syncs.values():
-            sync.say_all()
+            sync.log_pending()
         if self.local_sgd is not None:
             self.local_sgd.report_buffers()
 
@@ -593,10 +593,10 @@ class Steps:
         )
 
 
-def broadcast_nest(nest: Nest, group: Gathering, root: int, world: World) -> Nest:
+def broadcast_nest(nest: Nest, group: ControlGroup, root: int, world: World) -> Nest:
     """Return world rank `root`'s nest on every rank of the group; its tensors need no grad."""
     structure, tensors = disassemble(nest, world.device)
-    structure = Structure.from_bytes(group.broadcast_object(structure.to_bytes(), root))
+    structure = NestStructure.from_bytes(group.broadcast_object(structure.to_bytes(), root))
     if world.rank != root:
         tensors = [meta.allocate(world.device) for meta in structure.metas]
     tensors = [packed(*each) for each in zip(tensors, structure.metas, strict=True)]

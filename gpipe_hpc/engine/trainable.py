@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.errors import ModelError
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -26,7 +26,7 @@ class TrainableParameters:
     """
 
     def __init__(
-        self, held: Mapping[str, nn.Parameter], names: Sequence[str], everybody: Gathering
+        self, held: Mapping[str, nn.Parameter], names: Sequence[str], everybody: ControlGroup
     ) -> None:
         self._parameters = list(held.values())
         numbers = {name: number for number, name in enumerate(names)}

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_hpc.comm.collectives.group import SoloGroup
-from gpipe_hpc.config import ExitCode, Job, build_stored_model, run_jobs, say_error
+from gpipe_hpc.config import CommandJob, ExitCode, build_stored_model, print_error, run_jobs
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.export.checkpoints import export_checkpoint
 from gpipe_hpc.models import normalise_layers
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.run.folder import Checkpoints
-from gpipe_hpc.trainer.run.resuming import newest_whole
+from gpipe_hpc.trainer.run.resuming import newest_intact
 from gpipe_hpc.yaml_files import read_yaml
 
 
@@ -30,11 +30,11 @@ def main() -> None:
     sys.exit(run_jobs(_task, "export", unshared="export.out"))
 
 
-def _task(job: Job) -> int:
+def _task(job: CommandJob) -> int:
     try:
         print(f"exported {export_run(job.config)}")
     except GpipeError as error:
-        return say_error(error)
+        return print_error(error)
     return ExitCode.DONE
 
 
@@ -49,7 +49,7 @@ def export_run(config: Config) -> Path:
     folder = Path(config.run.dir)
     settings = folder / "config.yaml"
     model = _stored_model(settings)
-    checkpoint = newest_whole(
+    checkpoint = newest_intact(
         Checkpoints(folder, keep=1), config.checkpoint.resume, False, SoloGroup(0), 0
     )
     if checkpoint is None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gpipe_hpc.comm.collectives.group import meet
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.collectives.group import barrier
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.export.files import (
     DEFAULT_PREFIX,
     SHARD_BYTES,
@@ -47,7 +47,7 @@ def export_safetensors(
         shard_bytes: largest size of a file, unless a single tensor is larger.
     """
     target = ExportFolder(folder, dtype, prefix)
-    with together(pipe.world, f"export to {target.path}"):
+    with collective_errors(pipe.world, f"export to {target.path}"):
         safetensors()
         shards = {
             s: _shards(tensors, shard_bytes) for s, tensors in _own_tensors(pipe, target).items()
@@ -60,17 +60,17 @@ def export_safetensors(
             if isinstance(layer, Exporting)
         }
         told = {s: len(x) for s, x in shards.items()}, parts
-        numbers, parts = pipe.everybody.merge_object(told, _merged)
+        numbers, parts = pipe.world_group.merge_object(told, _merged)
         refuse_parts(len(parts), max(parts.values(), default=0))
         if pipe.world.rank == 0:
             target.prepare()
-        meet(pipe.everybody)
+        barrier(pipe.world_group)
         own = _write(shards, numbers, target), target.companion_files(layers)
-        gathered = pipe.everybody.gather_object(own, root=0)
+        gathered = pipe.world_group.gather_object(own, root=0)
         if gathered is not None:
             sizes = {file: part for each, _ in gathered for file, part in each.items()}
             target.finish(sizes, {n: file for _, each in gathered for n, file in each.items()})
-        meet(pipe.everybody)
+        barrier(pipe.world_group)
     return target.path
 
 

@@ -39,7 +39,7 @@ class Moments(NamedTuple):
     squares: Tensor
 
 
-class Within:
+class PipelineStep:
     """Whether a pipeline step is running, during which running statistics do not change.
 
     `sum_over` all-reduces over the replicas that normalise together in that step, None if none do.
@@ -60,7 +60,7 @@ class Within:
         self.is_active, self.sum_over = False, None
 
 
-_OUTSIDE: Final = Within()  # shared by layers that belong to no pipeline; never active
+_OUTSIDE: Final = PipelineStep()  # shared by layers that belong to no pipeline; never active
 
 
 # Set while a micro-batch runs, in the thread that runs it.
@@ -84,7 +84,7 @@ class BatchNorm1d(nn.BatchNorm1d):
     """An `nn.BatchNorm1d` that reports its statistics within a pipeline."""
 
     place: str = ""
-    within: Within = _OUTSIDE
+    within: PipelineStep = _OUTSIDE
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a tensor of shape (samples, channels) or (samples, channels, length)."""
@@ -95,7 +95,7 @@ class BatchNorm2d(nn.BatchNorm2d):
     """An `nn.BatchNorm2d` that reports its statistics within a pipeline."""
 
     place: str = ""
-    within: Within = _OUTSIDE
+    within: PipelineStep = _OUTSIDE
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a tensor of shape (samples, channels, height, width)."""
@@ -106,7 +106,7 @@ class BatchNorm3d(nn.BatchNorm3d):
     """An `nn.BatchNorm3d` that reports its statistics within a pipeline."""
 
     place: str = ""
-    within: Within = _OUTSIDE
+    within: PipelineStep = _OUTSIDE
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a tensor of shape (samples, channels, depth, height, width)."""

@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.models import Layer, stage_layers
+from gpipe_hpc.planner.costs.cost_models import MEASURED, LayerTimes
 from gpipe_hpc.planner.costs.counted import ModelCount
-from gpipe_hpc.planner.costs.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planner.cutting.partition import Partition
 from gpipe_hpc.planner.forecast import forecast
 from gpipe_hpc.planner.layout import Layout, lay_out
@@ -57,7 +57,7 @@ class Advice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownCosts:
     """Layer costs that are already known, for example from a run; implements `Gauge`."""
 
     layers: Sequence[Layer]
@@ -69,7 +69,7 @@ class Known:
 def advise(
     request: Request,
     layout: Layout,
-    gauge: Known,
+    cost_model: KnownCosts,
     *,
     measured_s: float = 0.0,
     shares: Sequence[float] = (),
@@ -98,14 +98,14 @@ def advise(
     if sum(map(len, layout.schedule.ranks)) > most_actions or request.recompute == "budget":
         return []
     present = tuple(float(share > 0) for share in shares)
-    before = _Trial.of(request, layout, gauge, present)
+    before = _SimulatedLayout.of(request, layout, cost_model, present)
     whole_s = max(measured_s, before.pipeline_s)
     found = []
-    for settings, other, its_gauge, assumes in _others(request, layout, gauge, finer):
+    for settings, other, its_gauge, assumes in _others(request, layout, cost_model, finer):
         try:
             of_finer = other.microbatches != request.microbatches
             laid_out = lay_out(other, its_gauge)
-            after = _Trial.of(other, laid_out, its_gauge, () if of_finer else present)
+            after = _SimulatedLayout.of(other, laid_out, its_gauge, () if of_finer else present)
         except GpipeError:
             continue  # impossible for these numbers of ranks, layers and micro-batches
         gain = (before.pipeline_s - after.pipeline_s) / whole_s if whole_s else 0.0
@@ -120,7 +120,7 @@ def advise(
     return sorted(found, key=lambda each: (-round(each.gain, 2), each.more_bytes or 0))
 
 
-class _Trial(NamedTuple):
+class _SimulatedLayout(NamedTuple):
     """Simulated time of a layout in seconds, and the planned bytes of memory of each rank."""
 
     pipeline_s: float
@@ -128,15 +128,15 @@ class _Trial(NamedTuple):
 
     @classmethod
     def of(
-        cls, request: Request, layout: Layout, gauge: Known, present: Sequence[float]
-    ) -> "_Trial":
+        cls, request: Request, layout: Layout, cost_model: KnownCosts, present: Sequence[float]
+    ) -> "_SimulatedLayout":
         kept = layout.partition
         costs = Partition(
-            kept.counts, (), MEASURED, gauge.times, kept.paces, kept.rank_paces
+            kept.counts, (), MEASURED, cost_model.times, kept.paces, kept.rank_paces
         ).stage_costs(layout.recomputed)
         assert costs is not None, "the times are known"
         foreseen = forecast(
-            gauge.count,
+            cost_model.count,
             layout.partition.counts,
             layout.schedule,
             request.kept_states,
@@ -149,30 +149,34 @@ class _Trial(NamedTuple):
         return cls(simulate(layout.schedule, costs).makespan, held)
 
 
-_Other = tuple[str, Request, Known, str]
+_Other = tuple[str, Request, KnownCosts, str]
 
 
-def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -> Iterator[_Other]:
+def _others(
+    request: Request, layout: Layout, cost_model: KnownCosts, finer: int | None
+) -> Iterator[_Other]:
     """Yield each candidate: settings as text, the request, its layer costs, and what it assumes."""
     kept = layout.partition
     same_cut = replace(request, partition=kept)
     if any(action.op is Op.R for row in layout.schedule.ranks for action in row):
-        yield "pipeline.recompute=never", replace(same_cut, recompute="never"), gauge, ""
+        yield "pipeline.recompute=never", replace(same_cut, recompute="never"), cost_model, ""
     if layout.schedule.num_ranks == 1:
         return
-    took = tuple(each.forward + each.backward for each in gauge.times)
+    took = tuple(each.forward + each.backward for each in cost_model.times)
     cut = kept._replace(
-        counts=(), costs=took, measure=MEASURED, times=gauge.times, is_open=False, made_on=""
+        counts=(), costs=took, measure=MEASURED, times=cost_model.times, is_open=False, made_on=""
     )
     recut = cut.cut_anew(len(kept.counts), shared_by(request))
     if is_simulated(request, kept):
-        recut = _laid_out(replace(request, partition=recut._replace(is_open=True)), gauge, recut)
+        recut = _laid_out(
+            replace(request, partition=recut._replace(is_open=True)), cost_model, recut
+        )
     if recut.counts != kept.counts:
-        yield _cut_setting(recut), replace(request, partition=recut), gauge, ""
+        yield _cut_setting(recut), replace(request, partition=recut), cost_model, ""
     # A partition given by the user is valid only for its own number of stages.
     own_cut = cut if _is_by_hand(request) else kept
     if copies_in_rows(layout.schedule.placement) is not None:
-        yield from _other_orders(same_cut, gauge)
+        yield from _other_orders(same_cut, cost_model)
         return
     for name, options in _SCHEDULES:
         if (name, dict(options)) == (layout.schedule.name, request.options):
@@ -190,19 +194,19 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
             schedule=name,
             schedule_options=dict(options),
         )
-        yield " ".join(words), other, gauge, ""
+        yield " ".join(words), other, cost_model, ""
     if finer is None:
         return
-    halves = tuple(LayerTimes(*(part / 2 for part in each)) for each in gauge.times)
+    halves = tuple(LayerTimes(*(part / 2 for part in each)) for each in cost_model.times)
     yield (
         f"pipeline.microbatches={finer}",
         replace(same_cut, microbatches=2 * request.microbatches),
-        replace(gauge, times=halves),
+        replace(cost_model, times=halves),
         "that half a micro-batch takes half the time",
     )
 
 
-def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
+def _other_orders(request: Request, cost_model: KnownCosts) -> Iterator[_Other]:
     """Yield candidates with another order of actions, for pipelines with partial replicas."""
     kept = {name: value for name, value in request.options.items() if name == "stages"}
     for order in ORDERS:
@@ -210,7 +214,7 @@ def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
             continue
         asked = {**kept, "order": order}
         other = replace(request, schedule="rerouted", schedule_options=asked)
-        yield f"pipeline.schedule={order}", other, gauge, ""
+        yield f"pipeline.schedule={order}", other, cost_model, ""
 
 
 def _dropped_options(request: Request, other: Request) -> tuple[str, ...]:
@@ -225,10 +229,10 @@ def _is_by_hand(request: Request) -> bool:
     return not isinstance(request.partition, str | Partition)
 
 
-def _laid_out(request: Request, gauge: Known, otherwise: Partition) -> Partition:
+def _laid_out(request: Request, cost_model: KnownCosts, otherwise: Partition) -> Partition:
     """Return the partition that `lay_out` chooses for a request, or `otherwise` if it fails."""
     try:
-        return lay_out(request, gauge).partition
+        return lay_out(request, cost_model).partition
     except GpipeError:
         return otherwise
 

@@ -15,8 +15,8 @@ from gpipe_hpc.models import (
     refuse_single_values,
     run_layers,
 )
+from gpipe_hpc.planner.costs.layer_trial import as_meta_leaves
 from gpipe_hpc.planner.costs.meta import meta_layer
-from gpipe_hpc.planner.costs.trial import forgotten
 
 
 def check_batchnorm(layers: Sequence[Layer], smallest: Callable[[], Any]) -> None:
@@ -49,7 +49,7 @@ def check_batchnorm(layers: Sequence[Layer], smallest: Callable[[], Any]) -> Non
         if norm.training:
             norm.register_forward_pre_hook(check_input)
     if norms:
-        inputs = forgotten(smallest())
+        inputs = as_meta_leaves(smallest())
         with torch.no_grad(), contextlib.suppress(Exception):
             run_layers(modules, layers, inputs)
     if refusals:

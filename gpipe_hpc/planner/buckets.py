@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gpipe_hpc.data_parallel import Buckets, GradientSize, fill_buckets
 from gpipe_hpc.models import Layer, find_ties, sizes_of_layers, stage_layers
-from gpipe_hpc.planner.memory.sharing import Sharing
+from gpipe_hpc.planner.memory.sharing import OptimizerSharing
 from gpipe_hpc.planner.request import Request
 from gpipe_hpc.schedule import Placement
 
@@ -39,11 +39,11 @@ def buckets_of(
 
 def sharing_of(
     request: Request, counts: Sequence[int], placement: Placement, layers: Sequence[Layer]
-) -> Sharing | None:
+) -> OptimizerSharing | None:
     """Return how replicas shard the optimizer state, or None if each replica keeps all of it."""
     if request.combining.shard == "none":
         return None
-    return Sharing.of(
+    return OptimizerSharing.of(
         request.combining.shard,
         request.replicas,
         buckets_of(request, counts, placement, layers),

@@ -47,7 +47,7 @@ def read_cluster(path: str | Path) -> Cluster:
             f"{path}: cannot parse the description of the cluster as YAML: {error}; correct the "
             "path or the file"
         ) from None
-    file = _File(path)
+    file = _ClusterReader(path)
     top = file.keys(read, "", {"hosts", "links"}, {"ranks_per_host", "slow_ranks", "names"})
     hosts = file.hosts(top)
     file.check_names(top.get("names"), len(hosts))
@@ -124,7 +124,7 @@ def _number_text(number: float) -> str:
     return ".inf" if number == math.inf else f"{number:.4e}"
 
 
-class _File:
+class _ClusterReader:
     """Validating reader of parts of a cluster file; its errors name the key."""
 
     def __init__(self, path: str | Path) -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, GpipeError
-from gpipe_hpc.planner.costs.gauges import Gauge
+from gpipe_hpc.planner.costs.cost_models import CostModel
 from gpipe_hpc.planner.cutting.partition import Partition
-from gpipe_hpc.planner.cutting.pins import holds, read_pins
-from gpipe_hpc.planner.forecast import held_bytes
+from gpipe_hpc.planner.cutting.pins import has_valid_cut, read_pins
+from gpipe_hpc.planner.forecast import peak_bytes_of_ranks
 from gpipe_hpc.planner.layout import Layout, lay_out
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, limits_text, memory_limits
 from gpipe_hpc.planner.request import Request
@@ -29,7 +29,7 @@ class Fit(NamedTuple):
     text: str
 
 
-class _Tried(NamedTuple):
+class _StageTrial(NamedTuple):
     """Simulated time and memory of the layout for one number of stages.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Tried(NamedTuple):
     excess: float
 
 
-def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
+def fit_stages(request: Request, num_ranks: int, cost_model: CostModel) -> Fit:
     """Choose the number of stages and of replicas for a number of ranks.
 
     The total number of micro-batches stays replicas x microbatches of the request, so each
@@ -55,15 +55,15 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
     ConfigError if no number of stages works.
     """
     _refuse_what_knows_the_stages(request, num_ranks)
-    tried: list[_Tried] = []
+    tried: list[_StageTrial] = []
     refusal: GpipeError | None = None
-    pins, unpinned = read_pins(request.pins, gauge.layers), []
-    for stages in numbers_of_stages(min(num_ranks, len(gauge.layers))):
+    pins, unpinned = read_pins(request.pins, cost_model.layers), []
+    for stages in numbers_of_stages(min(num_ranks, len(cost_model.layers))):
         try:
-            tried.append(_try(request, num_ranks, stages, gauge))
+            tried.append(_try(request, num_ranks, stages, cost_model))
         except GpipeError as error:
             refusal = refusal or error
-            unpinned += [stages] * (not holds(pins, len(gauge.layers), stages))
+            unpinned += [stages] * (not has_valid_cut(pins, len(cost_model.layers), stages))
     if not tried:
         raise ConfigError(
             f"pipeline.stages: no number of stages works for {num_ranks} ranks with these "
@@ -102,7 +102,7 @@ def _refuse_what_knows_the_stages(request: Request, num_ranks: int) -> None:
         )
 
 
-def _try(request: Request, num_ranks: int, stages: int, gauge: Gauge) -> _Tried:
+def _try(request: Request, num_ranks: int, stages: int, cost_model: CostModel) -> _StageTrial:
     asked = on_stages(request, num_ranks, stages)
     # Searching for each number would take minutes, and its gain is similar for all.
     stand_in = asked
@@ -110,18 +110,18 @@ def _try(request: Request, num_ranks: int, stages: int, gauge: Gauge) -> _Tried:
         options = {n: o for n, o in asked.options.items() if n == "stages"}
         name = "rerouted" if options else "zb_h1"
         stand_in = replace(asked, schedule=name, schedule_options=options)
-    layout = lay_out(stand_in, gauge)
+    layout = lay_out(stand_in, cost_model)
     time = simulate(layout.schedule, layout.partition.likely_costs(layout.recomputed)).makespan
     limits = memory_limits(asked)
     if limits is None:
-        return _Tried(stages, asked, time, None, 0.0)
-    held = _held(layout, asked, gauge)
-    return _Tried(stages, asked, time, max(held), excess_bytes(held, limits))
+        return _StageTrial(stages, asked, time, None, 0.0)
+    held = _held(layout, asked, cost_model)
+    return _StageTrial(stages, asked, time, max(held), excess_bytes(held, limits))
 
 
-def _held(layout: Layout, request: Request, gauge: Gauge) -> list[int]:
-    return held_bytes(
-        gauge.count,
+def _held(layout: Layout, request: Request, cost_model: CostModel) -> list[int]:
+    return peak_bytes_of_ranks(
+        cost_model.count,
         layout.partition.counts,
         layout.schedule,
         request.kept_states,
@@ -139,7 +139,7 @@ def on_stages(request: Request, num_ranks: int, stages: int) -> Request:
     return request.in_rows(num_ranks, stages, total)
 
 
-def _text(best: _Tried, tried: list[_Tried], num_ranks: int) -> str:
+def _text(best: _StageTrial, tried: list[_StageTrial], num_ranks: int) -> str:
     """Describe the chosen number of stages and the reason in one line."""
     numbers = ", ".join(str(each.stages) for each in tried)
     rows = f"{best.request.replicas} replica{'s' * (best.request.replicas > 1)}"

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.planner.costs.counted import ModelCount
 from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
-from gpipe_hpc.planner.memory.sharing import Shared, Sharing
+from gpipe_hpc.planner.memory.sharing import OptimizerSharing, ShardBytes
 from gpipe_hpc.planner.stages import StageCount, count_stages
 from gpipe_hpc.schedule import (
     Action,
@@ -46,7 +46,7 @@ class RankStates:
       update_bytes: temporary memory of the optimizer step, when no activations are alive.
       saving_bytes: host buffers for checkpoints; on a CPU rank they share memory with the tensors.
       neighbour_bytes: in-memory checkpoints, in memory-backed files of the host.
-      lies_apart: whether tensors are in device memory, so that saving_bytes do not count there.
+      is_on_device: whether tensors are in device memory, so that saving_bytes do not count there.
     """
 
     stages: tuple[int, ...]
@@ -60,13 +60,13 @@ class RankStates:
     update_bytes: int = field(default=0, kw_only=True)
     saving_bytes: int = field(default=0, kw_only=True)
     neighbour_bytes: int = field(default=0, kw_only=True)
-    lies_apart: bool = field(default=False, kw_only=True)
+    is_on_device: bool = field(default=False, kw_only=True)
 
     @property
     def lasting_bytes(self) -> int:
         """Return the permanently used bytes: weights, gradients, optimizer, process, buffers."""
         weights = self.weight_bytes + self.cast_bytes
-        saving = 0 if self.lies_apart else self.saving_bytes
+        saving = 0 if self.is_on_device else self.saving_bytes
         return weights + self.gradient_bytes + self.optimizer_bytes + self.process_bytes + saving
 
     @property
@@ -124,7 +124,7 @@ def forecast(
     optimizer_states: int | OptimizerMemory,
     recomputed: Recomputed | None = None,
     shares: Sequence[float] = (),
-    sharing: Sharing | None = None,
+    sharing: OptimizerSharing | None = None,
     paces: Sequence[float] = (),
 ) -> Forecast:
     """Forecast one step of a model under a lowered schedule; communication takes no time.
@@ -166,7 +166,7 @@ def rank_forecasts(
     optimizer_states: int | OptimizerMemory,
     recomputed: Recomputed | None = None,
     shares: Sequence[float] = (),
-    sharing: Sharing | None = None,
+    sharing: OptimizerSharing | None = None,
 ) -> tuple[RankForecast, ...]:
     """Return peak memory and sent bytes of each rank as `forecast` does, without simulating."""
     memory = replace(activation_memory(stages, recomputed), shares=shares)
@@ -183,13 +183,13 @@ def rank_forecasts(
     )
 
 
-def held_bytes(
+def peak_bytes_of_ranks(
     model: ModelCount,
     counts: Sequence[int],
     schedule: Schedule,
     optimizer_states: int | OptimizerMemory,
     recomputed: Recomputed | None = None,
-    sharing: Sharing | None = None,
+    sharing: OptimizerSharing | None = None,
 ) -> list[int]:
     """Return the peak memory of each rank as `forecast` does, without simulating a step."""
     stages = count_stages(model, counts)
@@ -218,7 +218,7 @@ def least_bytes(
     counts: Sequence[int],
     placement: Placement,
     optimizer_states: int | OptimizerMemory,
-    sharing: Sharing | None = None,
+    sharing: OptimizerSharing | None = None,
 ) -> list[MemoryLowerBound]:
     """Return a lower bound of each rank's memory for any schedule, recomputation and offload.
 
@@ -310,7 +310,7 @@ def rank_states(
     placement: Placement,
     rank: int,
     optimizer_states: int | OptimizerMemory,
-    sharing: Sharing | None = None,
+    sharing: OptimizerSharing | None = None,
 ) -> RankStates:
     """Return the memory of a rank without activations; weights tied among its stages count once.
 
@@ -322,7 +322,7 @@ def rank_states(
     trained = sum(weight.nbytes for weight in weights if weight.is_trained)
     memory = OptimizerMemory.of(optimizer_states)
     memory = memory.among(copies * memory.replicas)
-    shared = Shared(memory.of_weights(weights), 0)
+    shared = ShardBytes(memory.of_weights(weights), 0)
     if sharing is not None:
         shared = sharing.of_rank(model, stages, placement, rank, memory)
     own_bytes, whole_bytes = shared.optimizer_bytes, memory.of_weights(weights)
@@ -339,5 +339,5 @@ def rank_states(
         update_bytes=memory.update_of(weights, own_bytes / whole_bytes if whole_bytes else 1.0),
         saving_bytes=memory.saving_of(weights, copies * memory.replicas, own_bytes),
         neighbour_bytes=NEIGHBOUR_STATES * state_bytes * memory.copies_to_neighbours,
-        lies_apart=memory.is_on_device,
+        is_on_device=memory.is_on_device,
     )

@@ -13,12 +13,12 @@ from gpipe_hpc.models import (
     skip_routes,
 )
 from gpipe_hpc.planner.buckets import buckets_of
-from gpipe_hpc.planner.costs.gauges import Gauge
+from gpipe_hpc.planner.costs.cost_models import CostModel
 from gpipe_hpc.planner.cutting.partition import Partition, choose_partition
 from gpipe_hpc.planner.cutting.pins import read_pins
-from gpipe_hpc.planner.memory.sharing import Sharing
+from gpipe_hpc.planner.memory.sharing import OptimizerSharing
 from gpipe_hpc.planner.ordering import (
-    Order,
+    OrderedCut,
     compares_placements,
     order,
     paces_of,
@@ -27,7 +27,7 @@ from gpipe_hpc.planner.ordering import (
     stages_of,
 )
 from gpipe_hpc.planner.request import Request
-from gpipe_hpc.planner.tables import dressed, make_tables
+from gpipe_hpc.planner.tables import make_tables, with_recompute_and_offload
 from gpipe_hpc.schedule import Row, Schedule, digest, with_row, without_rows
 
 
@@ -35,7 +35,7 @@ from gpipe_hpc.schedule import Row, Schedule, digest, with_row, without_rows
 class Layout:
     """All decisions made before a run, as plain data, computed once on rank 0.
 
-    Other ranks receive it with only their own rows of the schedule tables, see `hand_out`.
+    Other ranks receive it with only their own rows of the schedule tables, see `broadcast_layout`.
 
     Attributes:
       partition: the assignment of layers to stages.
@@ -58,9 +58,9 @@ class Layout:
     shard: str = "none"
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharing(self) -> OptimizerSharing | None:
         """Return how replicas shard the optimizer state, or None if each keeps all of it."""
-        return Sharing.of(self.shard, self.portions.num_replicas, self.tables.buckets)
+        return OptimizerSharing.of(self.shard, self.portions.num_replicas, self.tables.buckets)
 
     @property
     def schedule(self) -> Schedule:
@@ -114,7 +114,7 @@ class Layout:
         return hashlib.sha256(repr(decided).encode()).hexdigest()
 
 
-def lay_out(request: Request, gauge: Gauge) -> Layout:
+def lay_out(request: Request, cost_model: CostModel) -> Layout:
     """Compute the layout of a request on `request.stages` ranks, with the layer costs of `gauge`.
 
     Deterministic: equal requests and costs give equal layouts. Raises ConfigError, ModelError,
@@ -123,9 +123,9 @@ def lay_out(request: Request, gauge: Gauge) -> Layout:
     portions = request.portions
     if not portions.are_equal:
         _refuse_unequal(request)
-    most = _one(request.of_one(portions.most), gauge)
+    most = _one(request.of_one(portions.most), cost_model)
     others = tuple(
-        replace(_fewer(request, most, number, gauge), portions=portions)
+        replace(_fewer(request, most, number, cost_model), portions=portions)
         for number in sorted({*portions.counts} - {portions.most})
     )
     return replace(most, portions=portions, others=others)
@@ -147,11 +147,11 @@ def _refuse_unequal(request: Request) -> None:
         )
 
 
-def _fewer(request: Request, most: Layout, microbatches: int, gauge: Gauge) -> Layout:
+def _fewer(request: Request, most: Layout, microbatches: int, cost_model: CostModel) -> Layout:
     """Lay out replicas with fewer micro-batches, with the partition and placement of `most`."""
     asked = replace(request.of_one(microbatches), partition=most.partition)
     try:
-        found = _one(asked, gauge)
+        found = _one(asked, cost_model)
     except (ConfigError, ScheduleError) as error:
         raise type(error)(
             f"outer.weights: the schedule does not work with {microbatches} micro-batch(es), which "
@@ -168,13 +168,13 @@ def _fewer(request: Request, most: Layout, microbatches: int, gauge: Gauge) -> L
     return found
 
 
-def _one(request: Request, gauge: Gauge) -> Layout:
+def _one(request: Request, cost_model: CostModel) -> Layout:
     """Lay out one replica with `request.microbatches` micro-batches."""
-    partition, table, budget, searched = order(request, cut(request, gauge), gauge)
+    partition, table, budget, searched = order(request, cut(request, cost_model), cost_model)
     for stage in range(table.num_stages):
         request.combining.check_copies(request.replicas * len(table.placement.holders(stage)))
-    buckets = buckets_of(request, partition.counts, table.placement, gauge.layers)
-    skips = long_skips(skip_routes(find_skips(gauge.layers), partition.counts))
+    buckets = buckets_of(request, partition.counts, table.placement, cost_model.layers)
+    skips = long_skips(skip_routes(find_skips(cost_model.layers), partition.counts))
     return Layout(
         partition,
         make_tables(
@@ -193,25 +193,27 @@ def _one(request: Request, gauge: Gauge) -> Layout:
     )
 
 
-def lay_out_compute(request: Request, gauge: Gauge) -> Order:
+def lay_out_compute(request: Request, cost_model: CostModel) -> OrderedCut:
     """Lay out one replica without communication, to compare many layouts of which few are run.
 
     Compute, recomputation, offloading and memory of each rank equal those of `lay_out`. Raises the
     errors of `lay_out`, except those of communication.
     """
-    found = order(request, cut(request, gauge), gauge)
-    skips = long_skips(skip_routes(find_skips(gauge.layers), found.partition.counts))
+    found = order(request, cut(request, cost_model), cost_model)
+    skips = long_skips(skip_routes(find_skips(cost_model.layers), found.partition.counts))
     again = "never" if found.budget else request.recompute
-    return found._replace(table=dressed(replace(found.table, skips=skips), again, request.offload))
+    return found._replace(
+        table=with_recompute_and_offload(replace(found.table, skips=skips), again, request.offload)
+    )
 
 
-def cut(request: Request, gauge: Gauge) -> Partition:
+def cut(request: Request, cost_model: CostModel) -> Partition:
     """Partition the model as `lay_out` would; only this part of a layout may run layers.
 
     A request with this partition gives the same layout. Raises the errors of `lay_out`.
     """
     request = request.of_one(request.portions.most)
-    given, pins = request.partition, read_pins(request.pins, gauge.layers)
+    given, pins = request.partition, read_pins(request.pins, cost_model.layers)
     if compares_placements(request) and isinstance(given, Partition) and given.times:
         # The best placement may differ now, so only the times of the partition are used.
         return given._replace(pins=pins)
@@ -220,4 +222,4 @@ def cut(request: Request, gauge: Gauge) -> Partition:
         # Made for a schedule with another placement: search a fast partition for this one.
         now = given._replace(paces=paces.stages, rank_paces=paces.ranks, pins=pins, is_open=True)
         return now.cut_anew(stages, ranks)
-    return choose_partition(given, stages, gauge, ranks, paces, pins)
+    return choose_partition(given, stages, cost_model, ranks, paces, pins)

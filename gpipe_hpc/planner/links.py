@@ -6,7 +6,7 @@ from itertools import groupby
 from statistics import median
 from typing import Final, NamedTuple
 
-from gpipe_hpc.preflight.timing import CHANNELS, SUMS, Way
+from gpipe_hpc.preflight.timing import CHANNELS, SUMS, TimedLink
 from gpipe_hpc.schedule import Cluster, Link
 
 WITHIN: Final = "within a host"
@@ -20,7 +20,7 @@ Key = tuple[str, str]
 """Whether links are within or between hosts, and the kind of traffic they carry."""
 
 
-class Kind(NamedTuple):
+class LinkKind(NamedTuple):
     """Summary of all measured links of one kind: their number, median latency and bandwidth."""
 
     name: str
@@ -33,36 +33,36 @@ class Kind(NamedTuple):
         """Return a link with the median latency and bandwidth."""
         return Link(self.latency_s, self.bytes_per_s)
 
-    def is_slow(self, way: Way) -> bool:
+    def is_slow(self, way: TimedLink) -> bool:
         """Return whether a measured link is much slower than the median of its kind."""
         is_late = way.latency_s > max(_SLOWER * self.latency_s, self.latency_s + _LEAST_S)
         return is_late or way.bytes_per_s < self.bytes_per_s / _SLOWER
 
-    def is_far(self, way: Way) -> bool:
+    def is_far(self, way: TimedLink) -> bool:
         """Return whether a measured link is much slower or faster than the median of its kind."""
         is_early = way.latency_s < min(self.latency_s / _SLOWER, self.latency_s - _LEAST_S)
         return self.is_slow(way) or is_early or way.bytes_per_s > self.bytes_per_s * _SLOWER
 
 
 @dataclass(frozen=True)
-class Links:
+class TimedLinks:
     """Measured links between ranks; `hosts` has the host name of each rank."""
 
     hosts: Sequence[str]
-    ways: Sequence[Way]
+    ways: Sequence[TimedLink]
 
-    def kind_of(self, way: Way) -> Key:
+    def kind_of(self, way: TimedLink) -> Key:
         """Return the kind of a link: within or between hosts, and the traffic that it carries."""
         is_within = self.hosts[way.source] == self.hosts[way.destination]
         return (WITHIN if is_within else BETWEEN), way.carries
 
-    def kinds(self) -> dict[Key, Kind]:
+    def kinds(self) -> dict[Key, LinkKind]:
         """Return a summary of the measured links of each kind."""
-        of_kind: dict[Key, list[Way]] = {}
+        of_kind: dict[Key, list[TimedLink]] = {}
         for way in self.ways:
             of_kind.setdefault(self.kind_of(way), []).append(way)
         return {
-            key: Kind(
+            key: LinkKind(
                 f"{key[1]} {key[0]}",
                 len(of_kind[key]),
                 median(way.latency_s for way in of_kind[key]),
@@ -71,7 +71,7 @@ class Links:
             for key in sorted(of_kind, key=_ORDER.index)
         }
 
-    def slow(self) -> list[Way]:
+    def slow(self) -> list[TimedLink]:
         """Return the links that are much slower than the median of their kind."""
         kinds = self.kinds()
         return [way for way in self.ways if kinds[self.kind_of(way)].is_slow(way)]

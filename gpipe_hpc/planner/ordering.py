@@ -8,21 +8,26 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
 from gpipe_hpc.planner.buckets import sharing_of
 from gpipe_hpc.planner.budget.fitting import Budget, choose_recompute
-from gpipe_hpc.planner.costs.gauges import Gauge
-from gpipe_hpc.planner.cutting.partition import ALIKE, SIMULATED, Paces, Partition
+from gpipe_hpc.planner.costs.cost_models import CostModel
+from gpipe_hpc.planner.cutting.memory_aware import fitting_cut, lacks_memory
+from gpipe_hpc.planner.cutting.partition import ALIKE, SIMULATED, Partition, Slowdowns
 from gpipe_hpc.planner.cutting.pins import EndRanges
-from gpipe_hpc.planner.cutting.roomier import fitting_cut, lacks_memory
 from gpipe_hpc.planner.cutting.simulated import faster_cut, has_shared_ranks
-from gpipe_hpc.planner.forecast import activation_memory, flop_costs, held_bytes, rank_states
+from gpipe_hpc.planner.forecast import (
+    activation_memory,
+    flop_costs,
+    peak_bytes_of_ranks,
+    rank_states,
+)
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, given_paces, memory_limits
 from gpipe_hpc.planner.request import Request
 from gpipe_hpc.planner.stages import count_stages
-from gpipe_hpc.planner.tables import dressed, recomputes, table_asked_for
+from gpipe_hpc.planner.tables import recomputes, requested_table, with_recompute_and_offload
 from gpipe_hpc.schedule import (
     Costs,
+    MemoryAllowance,
     Placement,
     Schedule,
-    Within,
     build,
     num_stages,
     place,
@@ -31,7 +36,7 @@ from gpipe_hpc.schedule import (
 from gpipe_hpc.units import bytes_text, flops_text
 
 
-class Order(NamedTuple):
+class OrderedCut(NamedTuple):
     """A partition, and a schedule table for it without communication.
 
     Attributes:
@@ -45,7 +50,7 @@ class Order(NamedTuple):
     searched: str = ""
 
 
-def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
+def order(request: Request, partition: Partition, cost_model: CostModel) -> OrderedCut:
     """Return the requested schedule for a partition; ``auto`` searches one within memory limits.
 
     If some rank exceeds its memory limit with this partition, but fits with another one, the other
@@ -53,20 +58,22 @@ def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
     requests.
     """
     if compares_placements(request):
-        return _best_placement(request, partition, gauge)
+        return _best_placement(request, partition, cost_model)
     if memory_limits(request) is None:
-        return _on_cut(request, partition, gauge)
+        return _on_cut(request, partition, cost_model)
     try:
-        found = _on_cut(request, partition, gauge)
+        found = _on_cut(request, partition, cost_model)
     except PartitionError:  # no recomputation fits
-        roomier = fitting_cut(request, partition, _thrifty(request), gauge)
+        roomier = fitting_cut(request, partition, _thrifty(request), cost_model)
         if roomier is None:
             raise
-        return _on_cut(request, roomier, gauge)
-    if request.recompute == "budget" or not lacks_memory(request, partition, found.table, gauge):
+        return _on_cut(request, roomier, cost_model)
+    if request.recompute == "budget" or not lacks_memory(
+        request, partition, found.table, cost_model
+    ):
         return found
-    roomier = fitting_cut(request, partition, found.table, gauge)
-    return found if roomier is None else _on_cut(request, roomier, gauge)
+    roomier = fitting_cut(request, partition, found.table, cost_model)
+    return found if roomier is None else _on_cut(request, roomier, cost_model)
 
 
 def _thrifty(request: Request) -> Schedule:
@@ -76,18 +83,23 @@ def _thrifty(request: Request) -> Schedule:
     return build("one_f_one_b", ranks=ranks_of(request), microbatches=request.microbatches)
 
 
-def _on_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
+def _on_cut(request: Request, partition: Partition, cost_model: CostModel) -> OrderedCut:
     """Return the schedule for a partition; if it is open, for the fastest partition found."""
-    found = _on_this_cut(request, partition, gauge)
-    return _settled(request, found, gauge, partial(_on_this_cut, request, gauge=gauge))
+    found = _on_this_cut(request, partition, cost_model)
+    return _settled(
+        request, found, cost_model, partial(_on_this_cut, request, cost_model=cost_model)
+    )
 
 
 _MOST_SIMULATED: Final = 100_000  # simulated actions in the search for a cut: half a second
 
 
 def _settled(
-    request: Request, found: Order, gauge: Gauge, order_of: Callable[[Partition], Order]
-) -> Order:
+    request: Request,
+    found: OrderedCut,
+    cost_model: CostModel,
+    order_of: Callable[[Partition], OrderedCut],
+) -> OrderedCut:
     """Replace a partition that is open by the fastest one found by simulation with its table.
 
     Applies if ranks hold several stages; partitions are simulated with free transfers. `order_of`
@@ -100,7 +112,10 @@ def _settled(
     is_open = before.is_open and before.num_ranks is None
     if not is_open or not has_shared_ranks(table.placement):
         return settled
-    judge = _smaller(request, table if found.budget else dressed(table, request.recompute, False))
+    judge = _smaller(
+        request,
+        table if found.budget else with_recompute_and_offload(table, request.recompute, False),
+    )
 
     def time_of(cut: Partition) -> float:
         costs = cut.stage_costs()
@@ -116,10 +131,10 @@ def _settled(
     except PartitionError:  # no recomputation fits
         return settled
     if memory_limits(request) is not None and request.recompute != "budget":
-        lacks = lacks_memory(request, faster, other.table, gauge)
-        if lacks and not lacks_memory(request, before, table, gauge):
+        lacks = lacks_memory(request, faster, other.table, cost_model)
+        if lacks and not lacks_memory(request, before, table, cost_model):
             return settled
-    return other if _time_of(other, gauge) < _time_of(settled, gauge) else settled
+    return other if _time_of(other, cost_model) < _time_of(settled, cost_model) else settled
 
 
 def is_simulated(request: Request, kept: Partition) -> bool:
@@ -149,14 +164,14 @@ def _smaller(request: Request, table: Schedule) -> Schedule:
     if bare.placement.num_stages != table.placement.num_stages:
         return table
     recompute = "except_last" if request.recompute == "budget" else request.recompute
-    return dressed(bare, recompute, False)
+    return with_recompute_and_offload(bare, recompute, False)
 
 
-def _on_this_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
+def _on_this_cut(request: Request, partition: Partition, cost_model: CostModel) -> OrderedCut:
     if request.schedule != "auto":
         table = table_of(request, **_copies(request, partition))
-        return _with_budget(request, Order(partition, table), gauge)
-    return _searched(request, partition, gauge)
+        return _with_budget(request, OrderedCut(partition, table), cost_model)
+    return _searched(request, partition, cost_model)
 
 
 def compares_placements(request: Request) -> bool:
@@ -177,7 +192,7 @@ def stages_of(request: Request) -> int:
     return num_stages("auto", **size, **request.options)
 
 
-def paces_of(request: Request) -> Paces:
+def paces_of(request: Request) -> Slowdowns:
     """Return the slowdowns of ranks and stages; raise ConfigError for invalid values.
 
     If placements are compared, the placement has one stage per rank.
@@ -186,16 +201,16 @@ def paces_of(request: Request) -> Paces:
     if paces is None:
         return ALIKE
     if compares_placements(request):
-        return Paces(paces, paces)
+        return Slowdowns(paces, paces)
     if shared_by(request) is not None:
-        return ALIKE if len(set(paces)) == 1 else Paces((), paces)
+        return ALIKE if len(set(paces)) == 1 else Slowdowns((), paces)
     return _paces_on(_placement_of(request), paces)
 
 
-def _paces_on(placement: Placement, paces: tuple[float, ...]) -> Paces:
+def _paces_on(placement: Placement, paces: tuple[float, ...]) -> Slowdowns:
     """Return the slowdowns of ranks and stages; a stage is as slow as its slowest rank."""
     stages = (placement.holders(stage) for stage in range(placement.num_stages))
-    return Paces(tuple(max(paces[rank] for rank in held) for held in stages), paces)
+    return Slowdowns(tuple(max(paces[rank] for rank in held) for held in stages), paces)
 
 
 def _placement_of(request: Request) -> Placement:
@@ -227,7 +242,7 @@ def _copies(request: Request, partition: Partition) -> dict[str, Any]:
 
 def table_of(request: Request, **more: Any) -> Schedule:
     """Build the requested table; `more` are further options, overridden by those of the request."""
-    return table_asked_for(
+    return requested_table(
         request.schedule,
         ranks=ranks_of(request),
         microbatches=request.microbatches,
@@ -241,16 +256,16 @@ def ranks_of(request: Request) -> int:
     return request.stages
 
 
-def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
+def _searched(request: Request, partition: Partition, cost_model: CostModel) -> OrderedCut:
     """Search a schedule for the layer times, or for stages of equal time if those are unknown."""
     request = _with_costs(request, partition)
     costs = _copies(request, partition)
     if request.memory_bytes is None:
-        return _with_budget(request, Order(partition, table_of(request, **costs)), gauge)
+        return _with_budget(request, OrderedCut(partition, table_of(request, **costs)), cost_model)
     if request.recompute != "budget":
-        within = partial(_within, request, request.recompute, partition, gauge)
-        return Order(partition, table_of(request, **costs, within=within))
-    return _searched_with_budget(request, partition, gauge, costs)
+        within = partial(_within, request, request.recompute, partition, cost_model)
+        return OrderedCut(partition, table_of(request, **costs, within=within))
+    return _searched_with_budget(request, partition, cost_model, costs)
 
 
 def _with_costs(request: Request, partition: Partition) -> Request:
@@ -272,41 +287,45 @@ def _with_costs(request: Request, partition: Partition) -> Request:
 
 
 def _within(
-    request: Request, recompute: str, partition: Partition, gauge: Gauge, placement: Placement
-) -> Within:
+    request: Request,
+    recompute: str,
+    partition: Partition,
+    cost_model: CostModel,
+    placement: Placement,
+) -> MemoryAllowance:
     """Return the memory that each rank may use for activations with a placement."""
-    model = gauge.count
+    model = cost_model.count
     stages = count_stages(model, partition.counts)
     limits = memory_limits(request)
     assert limits is not None, "asked for within a limit alone"
-    sharing = sharing_of(request, partition.counts, placement, gauge.layers)
+    sharing = sharing_of(request, partition.counts, placement, cost_model.layers)
     states = (
         rank_states(model, stages, placement, rank, request.kept_states, sharing)
         for rank in range(placement.num_ranks)
     )
-    return Within(
+    return MemoryAllowance(
         activation_memory(stages),
         [limit - each.total_bytes for limit, each in zip(limits, states, strict=True)],
-        partial(dressed, recompute=recompute, offload=request.offload),
+        partial(with_recompute_and_offload, recompute=recompute, offload=request.offload),
     )
 
 
 def _searched_with_budget(
-    request: Request, partition: Partition, gauge: Gauge, costs: dict[str, Any]
-) -> Order:
+    request: Request, partition: Partition, cost_model: CostModel, costs: dict[str, Any]
+) -> OrderedCut:
     """Search schedules that keep fewer and fewer micro-batches alive, each with recomputation.
 
     Returns the fastest one that fits. If none does, raises the PartitionError of the last one.
     """
-    best: tuple[float, Order] | None = None
+    best: tuple[float, OrderedCut] | None = None
     refusal: PartitionError | None = None
-    for table in _thriftier(request, partition, gauge, costs):
+    for table in _thriftier(request, partition, cost_model, costs):
         try:
-            found = _with_budget(request, Order(partition, table), gauge)
+            found = _with_budget(request, OrderedCut(partition, table), cost_model)
         except PartitionError as error:
             refusal = error
             continue
-        took = _time_of(found, gauge)
+        took = _time_of(found, cost_model)
         if best is None or took < best[0]:
             best = took, found
     if best is None:
@@ -316,7 +335,7 @@ def _searched_with_budget(
 
 
 def _thriftier(
-    request: Request, partition: Partition, gauge: Gauge, costs: dict[str, Any]
+    request: Request, partition: Partition, cost_model: CostModel, costs: dict[str, Any]
 ) -> Iterator[Schedule]:
     """Yield tables that keep fewer and fewer micro-batches alive, without duplicates.
 
@@ -336,14 +355,14 @@ def _thriftier(
             if "limit" in request.options:
                 return
             asked = replace(request, schedule_options={**request.options, "limit": limit})
-        within = partial(_within, request, recompute, partition, gauge)
+        within = partial(_within, request, recompute, partition, cost_model)
         table = table_of(asked, **costs, within=within)
         if table not in seen:
             seen.append(table)
             yield table
 
 
-def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
+def _with_budget(request: Request, found: OrderedCut, cost_model: CostModel) -> OrderedCut:
     """Choose the layers to recompute if the request has recompute=budget; else change nothing."""
     if request.recompute != "budget":
         return found
@@ -360,19 +379,19 @@ def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
             "bytes that each rank may use"
         )
     budget = choose_recompute(
-        gauge.count,
+        cost_model.count,
         found.partition.counts,
         table,
         limits,
         request.kept_states,
         [each.forward for each in found.partition.times] if found.partition.is_measured else (),
-        sharing_of(request, found.partition.counts, table.placement, gauge.layers),
+        sharing_of(request, found.partition.counts, table.placement, cost_model.layers),
         request.offload,
     )
     return found._replace(table=budget.schedule, budget=budget)
 
 
-def _time_of(found: Order, gauge: Gauge) -> float:
+def _time_of(found: OrderedCut, cost_model: CostModel) -> float:
     """Return the simulated step time including recomputation.
 
     The unit is seconds if layers were measured, else FLOPs.
@@ -381,7 +400,7 @@ def _time_of(found: Order, gauge: Gauge) -> float:
     recomputed = None if found.budget is None else found.budget.recomputed
     costs = partition.stage_costs(recomputed)
     if costs is None:
-        counted = flop_costs(count_stages(gauge.count, partition.counts), recomputed)
+        counted = flop_costs(count_stages(cost_model.count, partition.counts), recomputed)
         costs = replace(counted, paces=dict(enumerate(partition.rank_paces)))
     return simulate(found.table, costs).makespan
 
@@ -391,14 +410,14 @@ _PLACEMENTS: Final = (("one_each", 1), ("wave", 2), ("looped", 2))
 _WORTH_MORE_STAGES: Final = 0.99  # more stages must save at least 1 % of the time
 
 
-class _Tried(NamedTuple):
+class _OrderTrial(NamedTuple):
     """A schedule on one placement: simulated time, and memory of each rank (None if unknown)."""
 
-    order: Order
+    order: OrderedCut
     time: float
     held: list[int] | None
 
-    def beats(self, other: "_Tried", limits: Sequence[float] | None) -> bool:
+    def beats(self, other: "_OrderTrial", limits: Sequence[float] | None) -> bool:
         """Return whether this placement is better than another one with fewer stages.
 
         If both fit in memory, the faster one is better; else the one with the smaller excess.
@@ -410,7 +429,7 @@ class _Tried(NamedTuple):
         return self.time < other.time * _WORTH_MORE_STAGES
 
 
-def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
+def _best_placement(request: Request, given: Partition, cost_model: CostModel) -> OrderedCut:
     """Search a schedule on each of several placements and return the best one by simulation.
 
     The best is the fastest of those that fit in memory, or else the one that exceeds it least.
@@ -423,7 +442,7 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
             f"without costs, or set a placement by name"
         )
     limits = memory_limits(request)
-    best: _Tried | None = None
+    best: _OrderTrial | None = None
     lines: list[str] = []
     refusal: PartitionError | None = None
     for placement, each in _PLACEMENTS:
@@ -437,7 +456,7 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
             lines.append(f"{head}: its stages cannot satisfy pipeline.pins")
             continue
         try:
-            tried = _placed(request, given, gauge, placement, each)
+            tried = _placed(request, given, cost_model, placement, each)
         except PartitionError as error:
             refusal = refusal or error
             lines.append(f"{head}: nothing fits")
@@ -456,7 +475,9 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
     return best.order._replace(searched="\n".join(lines))
 
 
-def _placed(request: Request, given: Partition, gauge: Gauge, placement: str, each: int) -> _Tried:
+def _placed(
+    request: Request, given: Partition, cost_model: CostModel, placement: str, each: int
+) -> _OrderTrial:
     """Search a schedule on one placement; return the schedule, its time and its memory.
 
     The model is partitioned again for this placement and the slowdowns of ranks.
@@ -470,25 +491,25 @@ def _placed(request: Request, given: Partition, gauge: Gauge, placement: str, ea
     if limit is not None:  # counted per rank, so scaled by its number of stages
         options["limit"] = [x * each for x in limit] if isinstance(limit, list) else limit * each
     asked = replace(request, schedule_options=options)
-    found = _searched(asked, partition, gauge)
-    found = _settled(asked, found, gauge, partial(_searched, asked, gauge=gauge))
+    found = _searched(asked, partition, cost_model)
+    found = _settled(asked, found, cost_model, partial(_searched, asked, cost_model=cost_model))
     partition = found.partition
     dress: Callable[[Schedule], Schedule] = partial(
-        dressed,
+        with_recompute_and_offload,
         recompute="never" if found.budget else request.recompute,
         offload=request.offload,
     )
     whole = found._replace(table=dress(found.table))
     recomputed = None if found.budget is None else found.budget.recomputed
     try:
-        held = held_bytes(
-            gauge.count,
+        held = peak_bytes_of_ranks(
+            cost_model.count,
             partition.counts,
             whole.table,
             request.kept_states,
             recomputed,
-            sharing_of(request, partition.counts, whole.table.placement, gauge.layers),
+            sharing_of(request, partition.counts, whole.table.placement, cost_model.layers),
         )
     except GpipeError:
-        return _Tried(found, _time_of(whole, gauge), None)
-    return _Tried(found, _time_of(whole, gauge), held)
+        return _OrderTrial(found, _time_of(whole, cost_model), None)
+    return _OrderTrial(found, _time_of(whole, cost_model), held)

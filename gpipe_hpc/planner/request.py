@@ -6,7 +6,7 @@ from typing import Any
 
 from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.planner.cutting.partition import Partition
-from gpipe_hpc.planner.memory.by_rank import FoundPaces
+from gpipe_hpc.planner.memory.by_rank import MeasuredSlowdowns
 from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
 from gpipe_hpc.schedule import Schedule, digest, num_rows, one_table, refuse_whole_replicas
 from gpipe_hpc.settings import Outer, PipelineConfig, TrainConfig
@@ -127,7 +127,7 @@ class Request(Settings):
             del found["partition"]
         elif not isinstance(self.partition, str):
             found["partition"] = list(self.partition)
-        if isinstance(self.paces, FoundPaces):
+        if isinstance(self.paces, MeasuredSlowdowns):
             del found["paces"]
         return {name: _plain(value) for name, value in found.items()}
 

@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import stage_layers
-from gpipe_hpc.planner.advice import Known
-from gpipe_hpc.planner.costs.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planner.advice import KnownCosts
+from gpipe_hpc.planner.costs.cost_models import MEASURED, LayerTimes
 from gpipe_hpc.planner.cutting.partition import Partition
 from gpipe_hpc.planner.forecast import rank_forecasts
 from gpipe_hpc.planner.layout import Layout, lay_out
@@ -60,7 +60,7 @@ def _than(gain: float) -> str:
 
 
 def review(
-    request: Request, layout: Layout, gauge: Known, counted: Sequence[LayerTimes]
+    request: Request, layout: Layout, cost_model: KnownCosts, counted: Sequence[LayerTimes]
 ) -> Review | None:
     """Return a partition that is much faster with the gauge's times than the current one, or None.
 
@@ -71,19 +71,19 @@ def review(
     kept, schedule = layout.partition, layout.schedule
     if schedule.num_ranks == 1 or schedule.num_actions > MOST_ACTIONS:
         return None
-    took = [each.forward + each.backward for each in gauge.times]
+    took = [each.forward + each.backward for each in cost_model.times]
     flops = [each.forward + each.backward for each in counted]
     if not sum(took) or not sum(flops):
         return None
     is_open = is_simulated(request, kept)
-    better = _Tried.of(request, _cut(took, kept, request), kept, gauge, is_open=is_open)
+    better = _CutTrial.of(request, _cut(took, kept, request), kept, cost_model, is_open=is_open)
     if better is None or better.counts == kept.counts:
         return None
-    before_s = _step_s(layout, kept._replace(times=gauge.times))
+    before_s = _step_s(layout, kept._replace(times=cost_model.times))
     gain = 1 - better.step_s / before_s
     if gain < LEAST_GAIN:
         return None
-    by_flops = _Tried.of(request, _cut(flops, kept, request), kept, gauge)
+    by_flops = _CutTrial.of(request, _cut(flops, kept, request), kept, cost_model)
     layer, above = _most_above(took, flops)
     counted_gain = None if by_flops is None else 1 - by_flops.step_s / before_s
     return Review(better.counts, gain, counted_gain, layer, above)
@@ -100,7 +100,7 @@ def _cut(costs: Sequence[float], kept: Partition, request: Request) -> tuple[int
     return own.cut_anew(len(kept.counts), shared_by(request)).counts
 
 
-class _Tried(NamedTuple):
+class _CutTrial(NamedTuple):
     """A partition as it was laid out, and its simulated step time."""
 
     counts: tuple[int, ...]
@@ -112,31 +112,31 @@ class _Tried(NamedTuple):
         request: Request,
         counts: tuple[int, ...],
         kept: Partition,
-        gauge: Known,
+        cost_model: KnownCosts,
         *,
         is_open: bool = False,
-    ) -> "_Tried | None":
+    ) -> "_CutTrial | None":
         """Lay out a partition, or one that fits in memory if it does not; None if none fits.
 
         `is_open`: also allow a faster partition found by simulation.
         """
-        costs = tuple(each.forward + each.backward for each in gauge.times)
+        costs = tuple(each.forward + each.backward for each in cost_model.times)
         asked = kept._replace(
             counts=counts,
             costs=costs,
             measure=MEASURED,
-            times=gauge.times,
+            times=cost_model.times,
             is_open=is_open,
             made_on="",
         )
         try:
-            layout = lay_out(replace(request, partition=asked), gauge)
+            layout = lay_out(replace(request, partition=asked), cost_model)
         except PartitionError:
             return None
         cut = layout.partition
         ranks = rank_forecasts(
-            gauge.count,
-            count_stages(gauge.count, cut.counts),
+            cost_model.count,
+            count_stages(cost_model.count, cut.counts),
             layout.schedule,
             request.kept_states,
             layout.recomputed,

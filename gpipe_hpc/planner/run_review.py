@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.planner.foresight import Foresight
 from gpipe_hpc.planner.review import Review, review, slow_stages_text
+from gpipe_hpc.planner.run_forecast import RunForecast
 from gpipe_hpc.schedule import Timeline
 from gpipe_hpc.trainer.calibrating import measured_times
 
 
 def review_run(
-    pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
+    pipe: Pipeline, foreseen: RunForecast, measured: Timeline, forwards_s: Mapping[int, float]
 ) -> Review | None:
     """Return a much faster partition for a measured step, or None if there is none.
 
@@ -24,7 +24,7 @@ def review_run(
 
 
 def slow_stages(
-    pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
+    pipe: Pipeline, foreseen: RunForecast, measured: Timeline, forwards_s: Mapping[int, float]
 ) -> str:
     """Describe the stages of a measured step whose time deviates from the plan; empty if none."""
     times = measured_times(pipe, foreseen, measured, forwards_s)

@@ -5,11 +5,11 @@ from typing import Final
 
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.planner.buckets import sharing_of
-from gpipe_hpc.planner.costs.gauges import Gauge
-from gpipe_hpc.planner.forecast import held_bytes
+from gpipe_hpc.planner.costs.cost_models import CostModel
+from gpipe_hpc.planner.forecast import peak_bytes_of_ranks
 from gpipe_hpc.planner.layout import Layout, lay_out_compute
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
-from gpipe_hpc.planner.ordering import Order
+from gpipe_hpc.planner.ordering import OrderedCut
 from gpipe_hpc.planner.request import Request
 from gpipe_hpc.schedule import simulate
 
@@ -18,7 +18,7 @@ _LEAST_GAIN: Final = 0.03  # of the simulated step
 _MOST_ACTIONS: Final = 50_000  # larger tables are not simulated, because all ranks wait meanwhile
 
 
-def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
+def gain_of_splitting(request: Request, layout: Layout, cost_model: CostModel) -> str:
     """Describe how much shorter a step would be with zb_h1; empty if the gain is small.
 
     Applies to partial replicas, whose ranks do not divide into whole pipelines. Both tables are
@@ -37,8 +37,8 @@ def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
         schedule_options={**request.options, "order": _SPLITTING},
     )
     try:
-        found = lay_out_compute(asked, gauge)
-        if not _fits(asked, found, gauge):
+        found = lay_out_compute(asked, cost_model)
+        if not _fits(asked, found, cost_model):
             return ""
     except GpipeError:  # no recomputation fits, or layers cannot be counted
         return ""
@@ -54,12 +54,12 @@ def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
     )
 
 
-def _fits(request: Request, found: Order, gauge: Gauge) -> bool:
+def _fits(request: Request, found: OrderedCut, cost_model: CostModel) -> bool:
     limits = memory_limits(request)
     if limits is None:
         return True
     again = found.budget.recomputed if found.budget else None
     counts, table = found.partition.counts, found.table
-    sharing = sharing_of(request, counts, table.placement, gauge.layers)
-    held = held_bytes(gauge.count, counts, table, request.kept_states, again, sharing)
+    sharing = sharing_of(request, counts, table.placement, cost_model.layers)
+    held = peak_bytes_of_ranks(cost_model.count, counts, table, request.kept_states, again, sharing)
     return not excess_bytes(held, limits)

@@ -6,8 +6,8 @@ from typing import Final
 
 from gpipe_hpc.models import Skip, skip_routes
 from gpipe_hpc.planner.costs.counted import ModelCount
-from gpipe_hpc.planner.costs.trial import Crossing
-from gpipe_hpc.planner.memory.storages import Lives, StageStorages, StorageTracker
+from gpipe_hpc.planner.costs.layer_trial import BoundaryBytes
+from gpipe_hpc.planner.memory.storages import LifetimeBytes, StageStorages, StorageTracker
 from gpipe_hpc.planner.memory.transient import stage_workspace
 
 
@@ -28,10 +28,10 @@ class StageCount:
     backward_flops: int
     input_flops: int
     storages: StageStorages
-    input: Crossing
-    output: Crossing
-    received: Mapping[int, Crossing]
-    sent: Mapping[int, Crossing]
+    input: BoundaryBytes
+    output: BoundaryBytes
+    received: Mapping[int, BoundaryBytes]
+    sent: Mapping[int, BoundaryBytes]
     workspace_bytes: int
 
     @property
@@ -47,7 +47,7 @@ class StageCount:
         """
         return self.storages.all_bytes
 
-    def lives(self, recomputed: Collection[int]) -> Lives:
+    def lives(self, recomputed: Collection[int]) -> LifetimeBytes:
         """Return the live bytes of a micro-batch if the layers at these indices are recomputed."""
         return self.storages.lives(self._positions(recomputed))
 
@@ -114,21 +114,21 @@ def _count_stage(
     )
 
 
-NOTHING: Final = Crossing((), ())
+NOTHING: Final = BoundaryBytes((), ())
 
 
-def _behind(model: ModelCount, num_layers: int) -> Crossing:
+def _behind(model: ModelCount, num_layers: int) -> BoundaryBytes:
     return model.layers[num_layers - 1].output if num_layers else model.inputs
 
 
-def _joined(model: ModelCount, plain: Crossing, skips: Sequence[Skip]) -> Crossing:
+def _joined(model: ModelCount, plain: BoundaryBytes, skips: Sequence[Skip]) -> BoundaryBytes:
     return plain.joined(map(model.carried, skips))
 
 
 def _storages(
     model: ModelCount,
     span: range,
-    boundary: Crossing,
+    boundary: BoundaryBytes,
     incoming: Mapping[int, Sequence[Skip]],
     is_last: bool,
 ) -> StageStorages:

@@ -10,19 +10,19 @@ from statistics import fmean
 from typing import NamedTuple
 
 from gpipe_hpc.models import stage_layers
+from gpipe_hpc.planner.costs.cost_models import LayerTimes
 from gpipe_hpc.planner.costs.counted import ModelCount
-from gpipe_hpc.planner.costs.gauges import LayerTimes
 from gpipe_hpc.planner.costs.prices import FREE, Prices
 from gpipe_hpc.planner.cutting.partition import Partition
 from gpipe_hpc.planner.forecast import Recomputed, activation_memory, flop_costs
-from gpipe_hpc.planner.search.summing import Ending, Sum, endings, summed_at
+from gpipe_hpc.planner.search.reductions import LastBackward, StageReduction, endings, reduced_at
 from gpipe_hpc.planner.stages import StageCount
 from gpipe_hpc.schedule import Cluster, Costs, Op, Placement, Schedule, Timeline, simulate
 from gpipe_hpc.schedule.costs import per_stage
 from gpipe_hpc.settings import Outer
 
 
-class Crowd(NamedTuple):
+class Oversubscription(NamedTuple):
     """Number of ranks on a host, and number of the host's CPU cores."""
 
     ranks: int
@@ -41,7 +41,7 @@ class Crowd(NamedTuple):
         )
 
 
-class Held(NamedTuple):
+class UpdatedParameters(NamedTuple):
     """Number of parameter tensors and elements that a rank clips and updates."""
 
     num_tensors: int = 0
@@ -57,7 +57,7 @@ class StepTime:
       pipeline_s: time until the last backward has ended.
       reduction_s: time by which all-reduces end later than that.
       norm_s, optimizer_s: clipping and optimizer on the rank for which they take longest.
-      beside_s: constant overhead of a step.
+      overhead_s: constant overhead of a step.
       crowd: ranks and cores of a host; None if each rank has its own core.
     """
 
@@ -66,13 +66,13 @@ class StepTime:
     reduction_s: float = 0.0
     norm_s: float = 0.0
     optimizer_s: float = 0.0
-    beside_s: float = 0.0
-    crowd: Crowd | None = None
+    overhead_s: float = 0.0
+    crowd: Oversubscription | None = None
 
     @property
     def total_s(self) -> float:
         """Return the total seconds of a step."""
-        return self.pipeline_s + self.reduction_s + self.norm_s + self.optimizer_s + self.beside_s
+        return self.pipeline_s + self.reduction_s + self.norm_s + self.optimizer_s + self.overhead_s
 
     def text(self) -> str:
         """Format the step time and its parts as one line, followed by warnings."""
@@ -81,7 +81,7 @@ class StepTime:
             "reduction": self.reduction_s,
             "norm": self.norm_s,
             "optimizer": self.optimizer_s,
-            "overhead": self.beside_s,
+            "overhead": self.overhead_s,
         }
         shown = [f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds]
         line = f"expected step time {self.total_s:.4g} s"
@@ -108,7 +108,7 @@ class SimulatedTable:
         return self.timelines[self._slowest]
 
     @property
-    def endings(self) -> list[set[Ending]]:
+    def endings(self) -> list[set[LastBackward]]:
         """Return the last backwards of each stage, with their start and end."""
         return endings(self.timelines)
 
@@ -120,10 +120,10 @@ class SimulatedTable:
     def step(
         self,
         over_s: float,
-        held: Sequence[Held] = (),
+        held: Sequence[UpdatedParameters] = (),
         *,
         clips: bool = False,
-        crowd: Crowd | None = None,
+        crowd: Oversubscription | None = None,
     ) -> StepTime:
         """Return the complete step whose gradients are reduced at `over_s`.
 
@@ -209,7 +209,7 @@ def _both(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, 
 def reduced_s(
     placement: Placement,
     piped: SimulatedTable,
-    sums: Sequence[Sum],
+    sums: Sequence[StageReduction],
     outer: Outer,
     counts: Sequence[int],
     times: Sequence[LayerTimes],
@@ -225,13 +225,13 @@ def reduced_s(
     if outer.shard == "flat":
         sums = [each.halved() for each in sums]
         late = _late_s(placement, sums, counts, times)
-    over = summed_at(placement, piped.endings, sums, overlaps=outer.overlap)
+    over = reduced_at(placement, piped.endings, sums, overlaps=outer.overlap)
     return late + max(piped.end_s, over)
 
 
 def _late_s(
     placement: Placement,
-    gathers: Sequence[Sum],
+    gathers: Sequence[StageReduction],
     counts: Sequence[int],
     times: Sequence[LayerTimes],
 ) -> float:
@@ -246,9 +246,9 @@ def _late_s(
     return late
 
 
-def held_by_ranks(
+def updated_by_ranks(
     model: ModelCount, counts: Sequence[int], placement: Placement, copies: int = 1
-) -> list[Held]:
+) -> list[UpdatedParameters]:
     """Return the parameter tensors and elements that each rank of a replica clips and updates.
 
     `copies`: number of ranks that share the elements of each tensor.
@@ -258,5 +258,7 @@ def held_by_ranks(
     for rank in range(placement.num_ranks):
         own = model.weights(i for stage in placement.stages_of(rank) for i in spans[stage])
         trained = [weight for weight in own if weight.is_trained]
-        found.append(Held(len(trained), sum(each.num_elements for each in trained) / copies))
+        found.append(
+            UpdatedParameters(len(trained), sum(each.num_elements for each in trained) / copies)
+        )
     return found

@@ -24,7 +24,7 @@ from gpipe_hpc.schedule import (
 from gpipe_hpc.schedule.passes.gathers import add_gathers
 
 
-def table_asked_for(
+def requested_table(
     schedule: str | Schedule, *, ranks: int, microbatches: int, options: Mapping[str, Any]
 ) -> Schedule:
     """Build the requested schedule for `ranks` ranks and one replica's micro-batches.
@@ -76,7 +76,7 @@ def make_tables(
             f"skips: expected stages {_pairs(skips)}, got {_pairs(table.skips)}; pass the table "
             f"without communication"
         )
-    table = dressed(replace(table, skips=skips), recompute, offload)
+    table = with_recompute_and_offload(replace(table, skips=skips), recompute, offload)
     counts = {stage: len(each) for stage, each in enumerate(buckets) if each}
     gathered = counts if shard == "flat" else {}
     training = add_gathers(table if table.is_lowered else lower(table, counts), gathered)
@@ -112,7 +112,7 @@ def _check_buckets(table: Schedule, op: Op, counts: Mapping[int, int]) -> None:
             )
 
 
-def dressed(table: Schedule, recompute: str, offload: bool) -> Schedule:
+def with_recompute_and_offload(table: Schedule, recompute: str, offload: bool) -> Schedule:
     """Add the requested recomputation and offloading to a schedule table that has none.
 
     The ranks then need the same memory as with the lowered table.

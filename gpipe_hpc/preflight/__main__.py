@@ -6,16 +6,16 @@ from typing import Final
 
 import torch.distributed as dist
 
-from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error
 from gpipe_hpc.comm.world.launcher import detect_launch
 from gpipe_hpc.comm.world.world import World
-from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs, say_error
+from gpipe_hpc.config import CommandJob, ExitCode, check_config, print_error, run_jobs
 from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
-from gpipe_hpc.preflight.guard import meeting_within
+from gpipe_hpc.preflight.guard import limit_start_time
 from gpipe_hpc.preflight.run import preflight
 from gpipe_hpc.settings import Config
-from gpipe_hpc.trainer.ending import end_soon
-from gpipe_hpc.trainer.joining import join_world
+from gpipe_hpc.trainer.process_exit import end_soon
+from gpipe_hpc.trainer.start_world import join_world
 
 UNFIT_EXIT_CODE: Final = 3
 
@@ -32,27 +32,27 @@ def main() -> None:
     sys.exit(code)
 
 
-def _task(job: Job) -> int:
+def _task(job: CommandJob) -> int:
     """Check all ranks; return the exit code (0 on ranks that print no report)."""
     world: World | None = None
     try:
         launch = detect_launch()
         doubts = check_config(job.config, launch.world_size)
         config = _with_short_timeout(job.config)
-        with meeting_within(launch, config.comm.timeout_s):
+        with limit_start_time(launch, config.comm.timeout_s):
             world = join_world(config)
         report = preflight(config, world)
     except GpipeError as error:
         _name_own_limit(error, job.config)
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
-        return say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
+        return print_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
     if report is None:
         return ExitCode.DONE
     report.doubts[:0] = [doubt.removeprefix("config: ") for doubt in doubts]
     print(report, flush=True)
     if report.is_fit:
         return ExitCode.DONE
-    tell_torchrun(f"gpipe_hpc: not fit: {'; '.join(report.lacking)}", is_cause=True)
+    write_torchrun_error(f"gpipe_hpc: not fit: {'; '.join(report.lacking)}", is_cause=True)
     return UNFIT_EXIT_CODE
 
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gpipe_hpc.comm.collectives.group import Gathering, meet
+from gpipe_hpc.comm.collectives.group import ControlGroup, barrier
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """Wall clock time of a rank in seconds since 1970."""
 
     wall_s: float
@@ -26,28 +26,28 @@ class Reading(NamedTuple):
 class ClockBounds(NamedTuple):
     """Latest entry of any rank into a barrier and earliest exit, each by the rank's own clock."""
 
-    came: Reading
-    left: Reading
+    entry: ClockReading
+    exit: ClockReading
 
     @property
     def skew_s(self) -> float:
         """Return the proven difference of the two ranks' clocks in seconds; 0 if none is proven."""
-        return max(0.0, self.came.wall_s - self.left.wall_s)
+        return max(0.0, self.entry.wall_s - self.exit.wall_s)
 
 
-def attend(
-    everybody: Gathering, rank: int, host: str, clock: Callable[[], float] = time.time
+def timed_barrier(
+    everybody: ControlGroup, rank: int, host: str, clock: Callable[[], float] = time.time
 ) -> ClockBounds:
     """Run a barrier and return the times at which this rank entered and left.
 
     A barrier before it lets all ranks enter at about the same time.
     """
-    meet(everybody)
+    barrier(everybody)
     came_s = clock()
-    meet(everybody)
-    return ClockBounds(Reading(came_s, rank, host), Reading(clock(), rank, host))
+    barrier(everybody)
+    return ClockBounds(ClockReading(came_s, rank, host), ClockReading(clock(), rank, host))
 
 
-def farthest(ahead: ClockBounds, behind: ClockBounds) -> ClockBounds:
-    """Return the latest entry and the earliest exit of two; used by `Gathering.merge_object`."""
-    return ClockBounds(max(ahead.came, behind.came), min(ahead.left, behind.left))
+def merge_clock_bounds(ahead: ClockBounds, behind: ClockBounds) -> ClockBounds:
+    """Return the latest entry and the earliest exit of two; used by `ControlGroup.merge_object`."""
+    return ClockBounds(max(ahead.entry, behind.entry), min(ahead.exit, behind.exit))

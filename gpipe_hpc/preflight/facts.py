@@ -14,9 +14,9 @@ from gpipe_hpc.device.host.host_memory import free_bytes
 from gpipe_hpc.device.host.machine import kernel_identity, shared_identity
 from gpipe_hpc.errors import DeviceError
 from gpipe_hpc.planner.forecast import RankForecast
-from gpipe_hpc.preflight.before import Files
-from gpipe_hpc.preflight.clocks import Reading
-from gpipe_hpc.preflight.room import MemoryNeed
+from gpipe_hpc.preflight.clocks import ClockReading
+from gpipe_hpc.preflight.memory_needs import MemoryNeed
+from gpipe_hpc.preflight.rank_checks import OpenFiles
 
 _SIDE: Final = 256  # small enough for all sums to be exact in float32
 
@@ -34,10 +34,10 @@ class Facts(NamedTuple):
     host_free_bytes: int | None
     shm_free_bytes: int | None
     planned_bytes: int | None
-    files: Files
+    files: OpenFiles
     needs: tuple[MemoryNeed, ...]
-    came: Reading
-    left: Reading
+    entry: ClockReading
+    exit: ClockReading
 
     @property
     def machine(self) -> str:
@@ -51,7 +51,7 @@ class Facts(NamedTuple):
         device: Device,
         planned: RankForecast | None,
         needs: tuple[MemoryNeed, ...],
-        attended: tuple[Reading, Reading],
+        attended: tuple[ClockReading, ClockReading],
     ) -> "Facts":
         """Collect the facts of this rank."""
         shm = Path(DEFAULT_FOLDER)
@@ -66,7 +66,7 @@ class Facts(NamedTuple):
             free_bytes(),
             shutil.disk_usage(shm).free if shm.is_dir() else None,
             None if planned is None else planned.total_bytes,
-            Files.of(rank),
+            OpenFiles.of(rank),
             needs,
             *attended,
         )
@@ -75,8 +75,8 @@ class Facts(NamedTuple):
 def try_device(device: Device, rank: int) -> None:
     """Check that the device computes a known sum correctly; raise DeviceError if not."""
     row = torch.arange(_SIDE, dtype=torch.float32)
-    square = device.bring(row.repeat(_SIDE, 1))
-    found = device.fetch((square @ torch.ones_like(square)).sum()).item()
+    square = device.to_device(row.repeat(_SIDE, 1))
+    found = device.to_host((square @ torch.ones_like(square)).sum()).item()
     expected = _SIDE**2 * row.sum().item()
     if found != expected:
         raise DeviceError(

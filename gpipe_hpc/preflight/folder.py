@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from gpipe_hpc.comm.collectives.group import meet
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.collectives.group import barrier
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.errors import ConfigError, os_remedy
-from gpipe_hpc.trainer.run.identity import Run, run_id
+from gpipe_hpc.trainer.run.identity import RunIdentity, run_id
 
 SEEN_S: Final = 10.0
 """Time for other hosts to see a new file; NFS clients cache that a file does not exist."""
 _PAUSE_S: Final = 0.05
 
 
-def await_run(run: Run, rank: int, limit_s: float = SEEN_S) -> None:
+def await_run(run: RunIdentity, rank: int, limit_s: float = SEEN_S) -> None:
     """Wait until this rank sees the run folder that rank 0 created; raise ConfigError otherwise."""
     if not _await(lambda: run_id(run.folder) == run.name, limit_s):
         raise _not_shared(run.folder, rank, "the run.json of rank 0", limit_s)
@@ -32,23 +32,23 @@ def check_folder(world: World, folder: Path | None, limit_s: float = SEEN_S) -> 
     Returns the folder. Raises ConfigError on all ranks if some rank cannot write, or does not see
     the file.
     """
-    with together(world, "checking the run folder"):
+    with collective_errors(world, "checking the run folder"):
         is_new = folder is not None and not folder.exists()
-        made: tuple[str, Path] = world.everybody.broadcast_object(_create_folder(folder), root=0)
+        made: tuple[str, Path] = world.world_group.broadcast_object(_create_folder(folder), root=0)
         token, path = made
         own = path / _name(token, world.rank)
         try:
             _write(own, token, world.rank)
-            meet(world.everybody)
+            barrier(world.world_group)
             other = (world.rank + 1) % world.size
             seen = path / _name(token, other)
             if not _await(lambda: _text(seen) == f"{token} {other}", limit_s):
                 raise _not_shared(path, world.rank, f"the file of rank {other}", limit_s)
-            meet(world.everybody)
+            barrier(world.world_group)
         finally:
             with contextlib.suppress(OSError):
                 own.unlink()
-        meet(world.everybody)
+        barrier(world.world_group)
         if is_new:
             with contextlib.suppress(OSError):
                 path.rmdir()

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from gpipe_hpc.comm.watchdog.saying import say
-from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.watchdog.output_streams import print_line
+from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error
 from gpipe_hpc.comm.world.launcher import Launch
 from gpipe_hpc.config import ExitCode
 
@@ -21,7 +21,7 @@ GRACE_S: Final = 8.0
 
 
 @contextmanager
-def meeting_within(launch: Launch, limit_s: float) -> Iterator[None]:
+def limit_start_time(launch: Launch, limit_s: float) -> Iterator[None]:
     """Context that ends the process with a message after `limit_s` seconds plus a grace time."""
     timer = threading.Timer(limit_s + GRACE_S, _end, [launch, limit_s])
     timer.daemon = True
@@ -39,6 +39,6 @@ def _end(launch: Launch, limit_s: float) -> None:
         f"{launch.master_port} answered at first and then stopped; check whether the link to it "
         f"is cut or a firewall drops packets, or raise comm.reach_s"
     )
-    say(text)
-    tell_torchrun(text, is_cause=True)
+    print_line(text)
+    write_torchrun_error(text, is_cause=True)
     os._exit(ExitCode.FAILED)

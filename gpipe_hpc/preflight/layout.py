@@ -7,20 +7,20 @@ from typing import Any
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.config import bind_loss, build_target, on_ranks
 from gpipe_hpc.data.shapes import microbatch, samples_per_microbatch
-from gpipe_hpc.device.device import device_to_come
+from gpipe_hpc.device.device import planned_device
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.models import loss_function, normalise_layers
-from gpipe_hpc.planner import FIT, Counted, Example, Layout, Request, fit_stages, lay_out
+from gpipe_hpc.planner import FIT, CountedCosts, Example, Layout, Request, fit_stages, lay_out
 from gpipe_hpc.planner.forecast import RankForecast, rank_forecasts
 from gpipe_hpc.planner.shares import microbatch_shares
 from gpipe_hpc.planner.stages import count_stages
 from gpipe_hpc.settings import Config
-from gpipe_hpc.trainer.asking import request_of
 from gpipe_hpc.trainer.machines import with_process
+from gpipe_hpc.trainer.pipeline_request import request_of
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedLayout:
     """A layout with the memory forecast of each rank, or the reason why there is no forecast."""
 
     layout: Layout
@@ -33,7 +33,7 @@ class Planned:
         return Mesh(self.layout.replicas, self.layout.schedule.num_ranks)
 
 
-def plan_layout(config: Config, num_ranks: int) -> Planned:
+def plan_layout(config: Config, num_ranks: int) -> PlannedLayout:
     """Return the layout of a run on a number of ranks, with its memory forecast.
 
     The model is partitioned by counted FLOPs, or by number of layers if the data shapes are
@@ -49,22 +49,24 @@ def plan_layout(config: Config, num_ranks: int) -> Planned:
         loss_fn: Callable[[Any, Any], Any] = (
             bind_loss(config.loss) if config.loss else loss_function(sample.loss)
         )
-        device = device_to_come(config.train.device)
+        device = planned_device(config.train.device)
         # Processes have already allocated their memory besides tensors.
         request = with_process(request, 0, device)
         example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
-        gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
+        cost_model = CountedCosts(
+            layers, example, request.precision, shares_casts=not request.offload
+        )
         if request.stages == FIT:
-            request = fit_stages(request, num_ranks, gauge).request
+            request = fit_stages(request, num_ranks, cost_model).request
         request = _on_mesh(request, num_ranks)
-        layout = lay_out(request, gauge)
-        return Planned(layout, _forecast(config, request, layout, gauge))
+        layout = lay_out(request, cost_model)
+        return PlannedLayout(layout, _forecast(config, request, layout, cost_model))
     except GpipeError as error:
         why_not = str(error)
     # If the layout itself is impossible, this raises the error.
-    gauge = Counted(layers, None, request.precision, shares_casts=True)
-    layout = lay_out(_on_mesh(_without_example(request), num_ranks), gauge)
-    return Planned(layout, why_not=why_not)
+    cost_model = CountedCosts(layers, None, request.precision, shares_casts=True)
+    layout = lay_out(_on_mesh(_without_example(request), num_ranks), cost_model)
+    return PlannedLayout(layout, why_not=why_not)
 
 
 def _quick(request: Request) -> Request:
@@ -93,15 +95,15 @@ def _on_mesh(request: Request, num_ranks: int) -> Request:
 
 
 def _forecast(
-    config: Config, request: Request, layout: Layout, gauge: Counted
+    config: Config, request: Request, layout: Layout, cost_model: CountedCosts
 ) -> tuple[RankForecast, ...]:
     portions = layout.portions
     shares = microbatch_shares(
         config.train.batch_size, portions.total, portions.of(portions.fullest)
     )
-    stages = count_stages(gauge.count, layout.partition.counts)
+    stages = count_stages(cost_model.count, layout.partition.counts)
     return rank_forecasts(
-        gauge.count,
+        cost_model.count,
         stages,
         layout.schedule,
         request.kept_states,

@@ -9,16 +9,16 @@ from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.world.groups import RankContext, warm_up_groups
 from gpipe_hpc.comm.world.mesh import Mesh
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.engine import Wiring
 from gpipe_hpc.errors import DeviceError
-from gpipe_hpc.planner import Layout, hand_out
-from gpipe_hpc.preflight.lines import ChannelConnection, GroupConnection
+from gpipe_hpc.planner import Layout, broadcast_layout
+from gpipe_hpc.preflight.connections import ChannelConnection, GroupConnection
 from gpipe_hpc.preflight.pairs import Pair, in_rounds, ring
-from gpipe_hpc.preflight.timing import SUMS, Way, time_line
+from gpipe_hpc.preflight.timing import SUMS, TimedLink, time_line
 
 
-class Sum(NamedTuple):
+class TimedAllReduce(NamedTuple):
     """Measured duration of an all-reduce over a group of ranks."""
 
     ranks: tuple[int, ...]
@@ -26,34 +26,36 @@ class Sum(NamedTuple):
     took_s: float
 
 
-class Measured(NamedTuple):
+class RankMeasurements(NamedTuple):
     """Links and all-reduces that one rank measured."""
 
-    ways: tuple[Way, ...]
-    sums: tuple[Sum, ...]
+    ways: tuple[TimedLink, ...]
+    sums: tuple[TimedAllReduce, ...]
 
 
-def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -> Measured:
+def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -> RankMeasurements:
     """Connect the ranks as in the layout of rank 0, and measure all links; collective.
 
     The lower rank of each pair measures.
     """
-    with together(world, "connecting the ranks of the layout"):
+    with collective_errors(world, "connecting the ranks of the layout"):
         site = RankContext.of(world, mesh)
-        layout = hand_out(decided, world.rank, mesh, site.everybody, site.pipeline, site.of_place)
+        layout = broadcast_layout(
+            decided, world.rank, mesh, site.world_group, site.pipeline, site.dp_group
+        )
         schedules = [layout.of(replica).schedule for replica in range(mesh.replicas)]
         wiring = Wiring.connect(world, mesh, schedules)
         groups = _different(wiring)
-        warm_up_groups([site.everybody, site.pipeline, *groups], world.device)
+        warm_up_groups([site.world_group, site.pipeline, *groups], world.device)
     ways = _time_channels(world, mesh, layout, wiring, most_bytes)
-    sums: list[Sum] = []
+    sums: list[TimedAllReduce] = []
     timed: set[tuple[int, ...]] = set()
     for group in groups:
         if group.ranks not in timed:  # mirrored stages may have groups with equal ranks
             ways += _time_group(world, group, most_bytes)
         timed.add(group.ranks)
         sums.append(_time_sum(world, group, most_bytes))
-    return Measured(tuple(ways), tuple(sums))
+    return RankMeasurements(tuple(ways), tuple(sums))
 
 
 def _different(wiring: Wiring) -> list[Group]:
@@ -63,12 +65,12 @@ def _different(wiring: Wiring) -> list[Group]:
 
 def _time_channels(
     world: World, mesh: Mesh, layout: Layout, wiring: Wiring, most_bytes: int
-) -> list[Way]:
+) -> list[TimedLink]:
     """Measure the links of this rank over which pipelines exchange boundary tensors."""
     placed: dict[Pair, PlacedChannel] = {}
     for channel in wiring.channels.values():
         placed.setdefault((channel.source_rank, channel.destination_rank), channel)
-    ways: list[Way] = []
+    ways: list[TimedLink] = []
     for pairs in in_rounds(placed):
         for pair in pairs:
             if world.rank not in pair:
@@ -77,42 +79,42 @@ def _time_channels(
             line = ChannelConnection(
                 wiring.transport, placed[world.rank, peer], placed[peer, world.rank]
             )
-            with together(world, _what(pair, "the channels")):
+            with collective_errors(world, _what(pair, "the channels")):
                 ways += time_line(line, world.device, world.rank, peer, most_bytes) or ()
                 wiring.transport.finish()
     return ways
 
 
-def _time_group(world: World, group: Group, most_bytes: int) -> list[Way]:
+def _time_group(world: World, group: Group, most_bytes: int) -> list[TimedLink]:
     """Measure the links between consecutive ranks of a group, as in a ring."""
-    ways: list[Way] = []
+    ways: list[TimedLink] = []
     for pairs in in_rounds(ring(group.ranks)):
         for pair in pairs:
             if world.rank not in pair:
                 continue
             peer = sum(pair) - world.rank
             line = GroupConnection(group, peer, world.device)
-            with together(world, _what(pair, "the group")):
+            with collective_errors(world, _what(pair, "the group")):
                 found = time_line(line, world.device, world.rank, peer, most_bytes) or ()
                 ways += [way._replace(carries=SUMS) for way in found]
     return ways
 
 
-def _time_sum(world: World, group: Group, most_bytes: int) -> Sum:
+def _time_sum(world: World, group: Group, most_bytes: int) -> TimedAllReduce:
     """Measure an all-reduce over a group; raise DeviceError if its result is wrong."""
     device, ranks = world.device, group.ranks
     what = f"summing over ranks {', '.join(map(str, ranks))}"
-    with together(world, what):
+    with collective_errors(world, what):
         one = torch.full((max(1, most_bytes // 4),), float(group.position + 1))
         expected = group.size * (group.size + 1) / 2
         for _ in range(2):  # the first call allocates buffers
-            tensor = device.bring(one.clone())
+            tensor = device.to_device(one.clone())
             device.synchronize()
             began_s = time.perf_counter()
             group.all_reduce(tensor)
             device.synchronize()
             took_s = time.perf_counter() - began_s
-        wrong = device.fetch(tensor)
+        wrong = device.to_host(tensor)
         wrong = wrong[wrong != expected]
         if len(wrong):
             raise DeviceError(
@@ -120,7 +122,7 @@ def _time_sum(world: World, group: Group, most_bytes: int) -> Sum:
                 f"{wrong[0].item():g} in {len(wrong)} of {one.numel()}; its device or network "
                 f"corrupts data: do not use the host, and have it repaired"
             )
-    return Sum(ranks, one.nbytes, took_s)
+    return TimedAllReduce(ranks, one.nbytes, took_s)
 
 
 def _what(pair: Pair, of: str) -> str:

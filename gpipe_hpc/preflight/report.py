@@ -6,10 +6,10 @@ from itertools import groupby
 from typing import Final
 
 from gpipe_hpc.planner.costs.prices import Prices
-from gpipe_hpc.planner.links import BETWEEN, WITHIN, Links
-from gpipe_hpc.planner.telling.columns import aligned
+from gpipe_hpc.planner.links import BETWEEN, WITHIN, TimedLinks
+from gpipe_hpc.planner.report.columns import aligned
 from gpipe_hpc.preflight.facts import Facts
-from gpipe_hpc.preflight.measuring import Sum
+from gpipe_hpc.preflight.measuring import TimedAllReduce
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.units import bytes_text, ranges_text
 
@@ -21,7 +21,7 @@ _REMEDIES: Final = {
 
 
 @dataclass
-class Report:
+class PreflightReport:
     """Report of a preflight, printed by rank 0.
 
     Attributes:
@@ -31,8 +31,8 @@ class Report:
 
     heading: str
     facts: Sequence[Facts]
-    links: Links
-    sums: Sequence[Sum]
+    links: TimedLinks
+    sums: Sequence[TimedAllReduce]
     folder: str
     cores: list[str] = field(default_factory=list)
     took_s: float = 0.0
@@ -109,12 +109,12 @@ def _most(amounts: Iterable[int | None]) -> str:
 
 def _clock_text(first: Facts, other: Facts) -> str:
     """Format the clock offset from rank 0 with its uncertainty, from the ranks' barrier times."""
-    least = other.came.wall_s - first.left.wall_s
-    most = other.left.wall_s - first.came.wall_s
+    least = other.entry.wall_s - first.exit.wall_s
+    most = other.exit.wall_s - first.entry.wall_s
     return f"{(least + most) / 2:+.3f} s ±{(most - least) / 2:.3f}"
 
 
-def links_text(links: Links, sums: Sequence[Sum]) -> str:
+def links_text(links: TimedLinks, sums: Sequence[TimedAllReduce]) -> str:
     """Format a table with a row for each kind of link, and a line for each group's all-reduce."""
     kinds = links.kinds()
     if not kinds:
@@ -164,7 +164,7 @@ def prices_text(prices: Prices) -> str:
     return aligned(rows, left=[0])
 
 
-def slow_texts(links: Links, facts: Sequence[Facts]) -> list[str]:
+def slow_texts(links: TimedLinks, facts: Sequence[Facts]) -> list[str]:
     """Return a sentence for each link that is much slower than the median of its kind."""
     kinds, slow = links.kinds(), links.slow()
     texts = []

@@ -9,28 +9,28 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.watchdog.patience import patiently
+from gpipe_hpc.comm.watchdog.heartbeat import run_with_heartbeat
 from gpipe_hpc.comm.world.mesh import Mesh
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.device.cores.bind import bound
 from gpipe_hpc.device.host.machine import kernel_identity
 from gpipe_hpc.planner.cluster_file import write_cluster
 from gpipe_hpc.planner.costs.prices import Prices, write_prices
 from gpipe_hpc.planner.costs.speed import paces_of_times, seconds_of_work
 from gpipe_hpc.planner.forecast import RankForecast
-from gpipe_hpc.planner.links import WITHIN, Links
-from gpipe_hpc.preflight.before import skew_text
-from gpipe_hpc.preflight.clocks import ClockBounds, attend, farthest
+from gpipe_hpc.planner.links import WITHIN, TimedLinks
+from gpipe_hpc.preflight.clocks import ClockBounds, merge_clock_bounds, timed_barrier
 from gpipe_hpc.preflight.facts import Facts, try_device
 from gpipe_hpc.preflight.folder import check_folder
-from gpipe_hpc.preflight.layout import Planned, plan_layout
-from gpipe_hpc.preflight.measuring import Measured, Sum, measure
-from gpipe_hpc.preflight.report import Report, host_number, slow_texts
-from gpipe_hpc.preflight.room import MemoryNeed, own_memory_needs, probe_copies
+from gpipe_hpc.preflight.layout import PlannedLayout, plan_layout
+from gpipe_hpc.preflight.measuring import RankMeasurements, TimedAllReduce, measure
+from gpipe_hpc.preflight.memory_needs import MemoryNeed, own_memory_needs, probe_copies
+from gpipe_hpc.preflight.rank_checks import skew_text
+from gpipe_hpc.preflight.report import PreflightReport, host_number, slow_texts
 from gpipe_hpc.preflight.settings import check_settings
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.settings import Config
-from gpipe_hpc.trainer.measuring.pricing import measure_prices
+from gpipe_hpc.trainer.measuring.overheads import measure_prices
 from gpipe_hpc.trainer.run.folder import default_run_folder
 from gpipe_hpc.units import bytes_text, ranges_text
 
@@ -40,15 +40,15 @@ MESSAGE_BYTES: Final = 4_000_000
 _SLOW_PACE: Final = 1.5  # minimum slowdown that is reported; smaller ones only affect the planner
 
 
-class _RankFindings(NamedTuple):
+class _RankResult(NamedTuple):
     """Findings of one rank, sent to rank 0."""
 
     facts: Facts
-    measured: Measured
+    measured: RankMeasurements
     work_s: float
 
 
-def preflight(config: Config, world: World) -> Report | None:
+def preflight(config: Config, world: World) -> PreflightReport | None:
     """Check whether the ranks are ready for a run; return the report on rank 0. Collective.
 
     Raises GpipeError on all ranks if some cannot work together: ConfigError for unequal settings or
@@ -56,7 +56,7 @@ def preflight(config: Config, world: World) -> Report | None:
     DeviceError for wrong results of a device.
     """
     began_s, train = time.monotonic(), config.train
-    with together(world, "comparing the settings"):
+    with collective_errors(world, "comparing the settings"):
         check_settings(world, config)
         try_device(world.device, world.rank)
     with bound(world, train.bind, train.num_threads) as cores:  # as the run will compute
@@ -67,14 +67,14 @@ def preflight(config: Config, world: World) -> Report | None:
     return report
 
 
-def _run_checks(config: Config, world: World) -> Report | None:
+def _run_checks(config: Config, world: World) -> PreflightReport | None:
     """Check folder, layout, links and memory; return the report on rank 0."""
     folder = check_folder(world, _run_folder(config) if world.rank == 0 else None)
     plan = partial(plan_layout, config, world.size) if world.rank == 0 else None
-    planned = patiently(world, "planning the layout", plan)
-    with together(world, "broadcasting the layout"):
+    planned = run_with_heartbeat(world, "planning the layout", plan)
+    with collective_errors(world, "broadcasting the layout"):
         received = None if planned is None else _plain(planned)
-        (replicas, stages), forecasts = world.everybody.broadcast_object(received, root=0)
+        (replicas, stages), forecasts = world.world_group.broadcast_object(received, root=0)
         mesh = Mesh(replicas, stages)
         own = None if forecasts is None else forecasts[mesh.stage_rank_of(world.rank)]
         forecast = None if own is None else RankForecast(**own)
@@ -85,11 +85,11 @@ def _run_checks(config: Config, world: World) -> Report | None:
     layout = None if planned is None else planned.layout
     measured = measure(world, mesh, layout, MESSAGE_BYTES)
     prices = _prices(config, world, mesh, measured, folder) if config.preflight.steps else None
-    with together(world, "gathering the findings"):
+    with collective_errors(world, "gathering the findings"):
         work_s = seconds_of_work(world.device, config.train.precision)
-        attended = attend(world.everybody, world.rank, socket.gethostname())
+        attended = timed_barrier(world.world_group, world.rank, socket.gethostname())
         facts = Facts.of(world.rank, world.device, forecast, needs, attended)
-        gathered = world.everybody.gather_object(_RankFindings(facts, measured, work_s), root=0)
+        gathered = world.world_group.gather_object(_RankResult(facts, measured, work_s), root=0)
         report = None
         if gathered is not None and planned is not None:
             report = _report(config, planned, gathered, folder)
@@ -101,19 +101,21 @@ def _run_checks(config: Config, world: World) -> Report | None:
 
 
 def _prices(
-    config: Config, world: World, mesh: Mesh, measured: Measured, folder: Path
+    config: Config, world: World, mesh: Mesh, measured: RankMeasurements, folder: Path
 ) -> Prices | None:
     """Measure the overheads of a step; return them on rank 0, None on other ranks.
 
     Uses a temporary folder within the run folder `folder` and removes it, and `folder` too if it
     was new.
     """
-    with together(world, "gathering links"):
-        received = world.everybody.gather_object((kernel_identity(), measured.ways), root=0)
-        token: str = world.everybody.broadcast_object(secrets.token_hex(4), root=0)
+    with collective_errors(world, "gathering links"):
+        received = world.world_group.gather_object((kernel_identity(), measured.ways), root=0)
+        token: str = world.world_group.broadcast_object(secrets.token_hex(4), root=0)
     send = Link()
     if received is not None:
-        links = Links([host for host, _ in received], [way for _, ways in received for way in ways])
+        links = TimedLinks(
+            [host for host, _ in received], [way for _, ways in received for way in ways]
+        )
         kinds = [kind for key, kind in links.kinds().items() if key[0] == WITHIN]
         send = kinds[0].link if kinds else send
     is_new = world.rank == 0 and not folder.exists()
@@ -125,7 +127,7 @@ def _prices(
                 folder.rmdir()
 
 
-def _plain(planned: Planned) -> tuple[tuple[int, int], list[dict[str, Any]] | None]:
+def _plain(planned: PlannedLayout) -> tuple[tuple[int, int], list[dict[str, Any]] | None]:
     """Return the mesh and the memory forecasts as plain data, to broadcast to all ranks."""
     rows = None if planned.ranks is None else [dict(vars(rank)) for rank in planned.ranks]
     return (planned.mesh.replicas, planned.mesh.stages), rows
@@ -136,12 +138,12 @@ def _run_folder(config: Config) -> Path:
 
 
 def _report(
-    config: Config, planned: Planned, received: Sequence[_RankFindings], folder: Path
-) -> Report:
+    config: Config, planned: PlannedLayout, received: Sequence[_RankResult], folder: Path
+) -> PreflightReport:
     facts = [each.facts for each in received]
     ways = [way for each in received for way in each.measured.ways]
-    links = Links([each.machine for each in facts], ways)
-    report = Report(_heading(planned, facts), facts, links, _sums(received), str(folder))
+    links = TimedLinks([each.machine for each in facts], ways)
+    report = PreflightReport(_heading(planned, facts), facts, links, _sums(received), str(folder))
     report.lacking += _lacking(facts)
     report.doubts += _doubts(planned, facts)
     if config.pipeline.is_searched:
@@ -163,7 +165,7 @@ def _report(
     return report
 
 
-def _heading(planned: Planned, facts: Sequence[Facts]) -> str:
+def _heading(planned: PlannedLayout, facts: Sequence[Facts]) -> str:
     schedule, mesh = planned.layout.schedule, planned.mesh
     hosts = len(host_number(facts))
     return (
@@ -177,9 +179,9 @@ def _ranks_text(mesh: Mesh) -> str:
     return f"{mesh.replicas} x {mesh.stages} ranks"
 
 
-def _sums(received: Sequence[_RankFindings]) -> list[Sum]:
+def _sums(received: Sequence[_RankResult]) -> list[TimedAllReduce]:
     """Return the all-reduce of each group once, with its longest duration on any rank."""
-    found: dict[tuple[int, ...], Sum] = {}
+    found: dict[tuple[int, ...], TimedAllReduce] = {}
     for each in (each for one in received for each in one.measured.sums):
         known = found.get(each.ranks)
         found[each.ranks] = each if known is None or known.took_s < each.took_s else known
@@ -206,15 +208,15 @@ def _joined(one: MemoryNeed, other: MemoryNeed) -> MemoryNeed:
     )
 
 
-def _doubts(planned: Planned, facts: Sequence[Facts]) -> list[str]:
+def _doubts(planned: PlannedLayout, facts: Sequence[Facts]) -> list[str]:
     doubts = []
     if planned.ranks is None:
         doubts.append(
             f"memory could not be planned, so it was not compared with the free memory: "
             f"{planned.why_not}"
         )
-    attended = (ClockBounds(each.came, each.left) for each in facts)
-    skew = skew_text(reduce(farthest, attended))
+    attended = (ClockBounds(each.entry, each.exit) for each in facts)
+    skew = skew_text(reduce(merge_clock_bounds, attended))
     doubts += [] if skew is None else [skew]
     for what, of in (("Python", "python"), ("device", "device")):
         first = getattr(facts[0], of)
@@ -244,7 +246,9 @@ def _paces(work_s: Sequence[float]) -> dict[int, float]:
     return {rank: pace for rank, pace in enumerate(paces_of_times(work_s)) if pace != 1}
 
 
-def _write(config: Config, links: Links, facts: Sequence[Facts], paces: dict[int, float]) -> str:
+def _write(
+    config: Config, links: TimedLinks, facts: Sequence[Facts], paces: dict[int, float]
+) -> str:
     """Write the cluster file for the planner; return a line about it for the report."""
     cluster, out = links.cluster(paces), config.preflight.out
     if out is None:

@@ -37,7 +37,7 @@ def check_settings(world: World, config: Config) -> None:
     Paths may differ, because hosts may have copies of files; the content is compared when it is
     read.
     """
-    check_agreement(world.everybody, shared_settings(config))
+    check_agreement(world.world_group, shared_settings(config))
 
 
 def shared_settings(config: Config) -> dict[str, object]:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.preflight.lines import Line
+from gpipe_hpc.preflight.connections import PairConnection
 
 _NUM_WARMING: Final = 3
 _LEAST_TIMED, _MOST_TIMED = 3, 25
@@ -34,7 +34,7 @@ CHANNELS: Final = "boundaries"
 SUMS: Final = "sums"
 
 
-class Way(NamedTuple):
+class TimedLink(NamedTuple):
     """Measured link from one rank to another.
 
     `carries` is ``boundaries`` (stage boundaries) or ``sums`` (all-reduces): two ranks of a host
@@ -48,7 +48,7 @@ class Way(NamedTuple):
     carries: str = CHANNELS
 
 
-class _Order(IntEnum):
+class _LinkCommand(IntEnum):
     """Commands that the leading rank sends to the other rank."""
 
     END = 0
@@ -64,18 +64,18 @@ def sizes_up_to(most_bytes: int) -> list[int]:
 
 
 def time_line(
-    line: Line, device: Device, own: int, peer: int, most_bytes: int
-) -> tuple[Way, Way] | None:
+    line: PairConnection, device: Device, own: int, peer: int, most_bytes: int
+) -> tuple[TimedLink, TimedLink] | None:
     """Measure a connection in both directions; both ranks call it.
 
     Returns the two directions on the lower rank, and None on the other rank.
     """
-    end = _End(line, device)
+    end = _ConnectionEnd(line, device)
     if own > peer:
         end.follow()
         return None
     latency_s, forth, back = end.lead(sizes_up_to(most_bytes))
-    return Way(own, peer, latency_s, forth), Way(peer, own, latency_s, back)
+    return TimedLink(own, peer, latency_s, forth), TimedLink(peer, own, latency_s, back)
 
 
 def _quickest(
@@ -90,10 +90,10 @@ def _quickest(
     return min(times)
 
 
-class _End:
+class _ConnectionEnd:
     """One end of a connection that is being measured."""
 
-    def __init__(self, line: Line, device: Device) -> None:
+    def __init__(self, line: PairConnection, device: Device) -> None:
         self._line, self._device = line, device
 
     def lead(self, sizes: list[int]) -> tuple[float, float, float]:
@@ -103,25 +103,25 @@ class _End:
         ask = partial(self._timed, self._round_trip)
         latency_s = _quickest(ask, _MOST_ANSWERS, _ENOUGH_ANSWERS_S) / 2
         forth, back = (self._bandwidth(move, sizes, latency_s) for move in (self._push, self._pull))
-        self._send_order(_Order.END, 0)
+        self._send_order(_LinkCommand.END, 0)
         return latency_s, forth, back
 
     def follow(self) -> None:
         """Execute the commands of the leading rank until it sends END."""
         while True:
             order, num_bytes = self._receive_order(self._expect_order())
-            match _Order(order):
-                case _Order.END:
+            match _LinkCommand(order):
+                case _LinkCommand.END:
                     return
-                case _Order.ANSWER:
-                    self._send_order(_Order.ANSWER, 0)
-                case _Order.TAKE:
+                case _LinkCommand.ANSWER:
+                    self._send_order(_LinkCommand.ANSWER, 0)
+                case _LinkCommand.TAKE:
                     wait = self._line.expect(num_bytes, torch.uint8)
-                    self._send_order(_Order.ANSWER, 0)
+                    self._send_order(_LinkCommand.ANSWER, 0)
                     wait()
                     self._device.synchronize()
-                    self._send_order(_Order.ANSWER, 0)
-                case _Order.GIVE:
+                    self._send_order(_LinkCommand.ANSWER, 0)
+                case _LinkCommand.GIVE:
                     self._line.send(self._message(num_bytes))
 
     def _bandwidth(self, move: Callable[[int], float], sizes: list[int], latency_s: float) -> float:
@@ -148,13 +148,13 @@ class _End:
 
     def _round_trip(self) -> None:
         answer = self._expect_order()
-        self._send_order(_Order.ANSWER, 0)
+        self._send_order(_LinkCommand.ANSWER, 0)
         self._receive_order(answer)
 
     def _push(self, num_bytes: int) -> float:
         """Send a message; return the seconds until the peer has acknowledged it."""
         ready = self._expect_order()
-        self._send_order(_Order.TAKE, num_bytes)
+        self._send_order(_LinkCommand.TAKE, num_bytes)
         self._receive_order(ready)
         answer, message = self._expect_order(), self._message(num_bytes)
         self._device.synchronize()
@@ -167,7 +167,7 @@ class _End:
         """Request a message from the peer; return the seconds until it has arrived."""
         wait = self._line.expect(num_bytes, torch.uint8)
         began_s = time.perf_counter()
-        self._send_order(_Order.GIVE, num_bytes)
+        self._send_order(_LinkCommand.GIVE, num_bytes)
         wait()
         self._device.synchronize()
         return time.perf_counter() - began_s
@@ -175,12 +175,12 @@ class _End:
     def _message(self, num_bytes: int) -> torch.Tensor:
         return self._device.empty((num_bytes,), torch.uint8).zero_()
 
-    def _send_order(self, order: _Order, num_bytes: int) -> None:
-        self._line.send(self._device.bring(torch.tensor([order, num_bytes])))
+    def _send_order(self, order: _LinkCommand, num_bytes: int) -> None:
+        self._line.send(self._device.to_device(torch.tensor([order, num_bytes])))
 
     def _expect_order(self) -> Callable[[], torch.Tensor]:
         return self._line.expect(2, torch.int64)
 
     def _receive_order(self, wait: Callable[[], torch.Tensor]) -> tuple[int, int]:
-        order, num_bytes = self._device.fetch(wait()).tolist()
+        order, num_bytes = self._device.to_host(wait()).tolist()
         return order, num_bytes

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from gpipe_hpc.config import ExitCode, Job, run_jobs, say_error
+from gpipe_hpc.config import CommandJob, ExitCode, print_error, run_jobs
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.report.html import render_page
 from gpipe_hpc.report.markdown import render_markdown
@@ -21,11 +21,11 @@ def main() -> None:
     sys.exit(run_jobs(_task, "report", unshared="report.out"))
 
 
-def _task(job: Job) -> int:
+def _task(job: CommandJob) -> int:
     try:
         print(f"wrote {write_report(job.config)}")
     except GpipeError as error:
-        return say_error(error)
+        return print_error(error)
     return ExitCode.DONE
 
 

@@ -37,7 +37,7 @@ END_STALL: Final = "checkpoint_end_stall_s"
 _STALLS: Final = ("checkpoint_stall_s", END_STALL, "neighbour_stall_s")
 
 
-class Share(NamedTuple):
+class RankTime(NamedTuple):
     """Seconds of one rank in the pipeline of the traced step, by part, including idle time."""
 
     rank: int
@@ -60,7 +60,7 @@ class Account:
     step_s: float
     pipeline_s: float
     parts: Mapping[str, float]
-    ranks: tuple[Share, ...]
+    ranks: tuple[RankTime, ...]
     traced_s: float
     num_steps: int
 
@@ -105,7 +105,7 @@ def account_of(record: Record) -> Account | None:
     return Account(step_s, pipeline_s, parts, ranks, traced_s, len(rows))
 
 
-def shares(traced: ReadStep) -> tuple[Share, ...]:
+def shares(traced: ReadStep) -> tuple[RankTime, ...]:
     """Divide the pipeline time of a step for each world rank; all ranks have the same sum.
 
     The measured order is simulated repeatedly, each time with one more cause of delay: first the
@@ -117,7 +117,7 @@ def shares(traced: ReadStep) -> tuple[Share, ...]:
         return ()
     begin_s = min(_first_s(each) for each in running)
     end_s = max(each.end_of_compute for each in running)
-    found: list[Share] = []
+    found: list[RankTime] = []
     for number, timeline in enumerate(traced.replicas):
         size = timeline.num_ranks
         first = number * size
@@ -129,7 +129,7 @@ def shares(traced: ReadStep) -> tuple[Share, ...]:
             seconds = {"compute": busy, "imbalance": busiest - busy, **common}
             if not common:
                 seconds["other replicas"] = idle_s
-            found.append(Share(first + rank, seconds))
+            found.append(RankTime(first + rank, seconds))
     return tuple(found)
 
 

@@ -7,13 +7,13 @@ from gpipe_hpc.report.findings import Finding
 from gpipe_hpc.trainer.traces.files import ReadStep
 
 
-class Words(NamedTuple):
+class Paragraph(NamedTuple):
     """A paragraph of text."""
 
     text: str
 
 
-class Figures(NamedTuple):
+class KeyFigures(NamedTuple):
     """Highlighted figures as pairs of label and value."""
 
     rows: Sequence[tuple[str, str]]
@@ -46,7 +46,7 @@ class Bars(NamedTuple):
     bars: Sequence[Bar]
 
 
-class Advised(NamedTuple):
+class Suggestions(NamedTuple):
     """Suggested changes, the most useful first; `step_s` is the current mean step time."""
 
     findings: Sequence[Finding]
@@ -59,10 +59,10 @@ class Picture(NamedTuple):
     step: ReadStep
 
 
-Block = Words | Figures | Grid | Curve | Bars | Advised | Picture
+Block = Paragraph | KeyFigures | Grid | Curve | Bars | Suggestions | Picture
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """A heading with blocks below it; `is_open`: whether it is expanded initially."""
 
     title: str
@@ -70,8 +70,8 @@ class Section(NamedTuple):
     is_open: bool = True
 
 
-class Report(NamedTuple):
+class ReportDocument(NamedTuple):
     """A complete report: title and sections."""
 
     title: str
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.report.accounting import END_STALL, Account
-from gpipe_hpc.report.pace import Slow, slow_ones, timed_layers, without
+from gpipe_hpc.report.number_format import percent, time_text
+from gpipe_hpc.report.pace import SlowPart, slow_parts, timed_layers, without
 from gpipe_hpc.report.record import Record
-from gpipe_hpc.report.words import percent, time_text
 from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.waits import DataFlow
 from gpipe_hpc.trainer.traces.files import ReadStep
@@ -91,7 +91,7 @@ def _checkpoint(record: Record, account: Account) -> Iterator[Finding]:
 
 
 def _slow(record: Record, account: Account) -> Iterator[Finding]:
-    found = slow_ones(timed_layers(record))
+    found = slow_parts(timed_layers(record))
     for slow in found:
         share = without(record, slow)
         if share is None:
@@ -104,7 +104,7 @@ def _slow(record: Record, account: Account) -> Iterator[Finding]:
         )
 
 
-def _paces_words(record: Record, found: Sequence[Slow]) -> str:
+def _paces_words(record: Record, found: Sequence[SlowPart]) -> str:
     """Return the setting that gives slow ranks less work.
 
     Empty if the partition already takes the slow ranks into account, or was given by the user.
@@ -127,7 +127,7 @@ def _paces_words(record: Record, found: Sequence[Slow]) -> str:
     return _pasteable(f"pipeline.paces=[{','.join(f'{pace:.3g}' for pace in paces)}]")
 
 
-def _slow_rank(record: Record, slow: Slow, gain_s: float, settings: str) -> Finding:
+def _slow_rank(record: Record, slow: SlowPart, gain_s: float, settings: str) -> Finding:
     rank = next(e for e in record.summary["ranks"] if e["rank"] == slow.ranks[0])
     more = " If it remains slow, give it less work, which saves less." if settings else ""
     return Finding(
@@ -140,7 +140,7 @@ def _slow_rank(record: Record, slow: Slow, gain_s: float, settings: str) -> Find
     )
 
 
-def _slow_layer(record: Record, slow: Slow, gain_s: float) -> Finding:
+def _slow_layer(record: Record, slow: SlowPart, gain_s: float) -> Finding:
     told = [
         each["kind"]
         for index, each in enumerate(record.summary.get("layers") or ())

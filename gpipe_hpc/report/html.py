@@ -11,19 +11,19 @@ from typing import Final
 
 from gpipe_hpc.report.accounting import PARTS
 from gpipe_hpc.report.blocks import (
-    Advised,
     Bars,
     Block,
     Curve,
-    Figures,
     Grid,
+    KeyFigures,
+    Paragraph,
     Picture,
-    Report,
-    Section,
-    Words,
+    ReportDocument,
+    ReportSection,
+    Suggestions,
 )
+from gpipe_hpc.report.number_format import LEAST_S, number, percent, time_text
 from gpipe_hpc.report.transfers import with_transfers
-from gpipe_hpc.report.words import LEAST_S, number, percent, time_text
 from gpipe_hpc.trainer.traces.files import ReadStep
 from gpipe_hpc.visualize.colours import BESIDE, TRANSFERS
 from gpipe_hpc.visualize.html import render_html
@@ -40,14 +40,14 @@ _NUM_COLOURS: Final = 5
 _HEADER: Final = 60  # pixels of the buttons above a timeline
 
 
-def render_page(report: Report) -> str:
+def render_page(report: ReportDocument) -> str:
     """Return a report as an HTML page: figures, tables, curves, and timelines that zoom."""
     page = Path(__file__).with_name("page.html").read_text("utf-8")
     parts = {"title": escape(report.title), "body": "\n".join(map(_section, report.sections))}
     return _MARK.sub(lambda mark: parts[mark[1]], page)
 
 
-def _section(section: Section) -> str:
+def _section(section: ReportSection) -> str:
     body: list[str] = []
     for is_curve, blocks in groupby(section.blocks, lambda block: isinstance(block, Curve)):
         inner = "\n".join("\n".join(_block(block)) for block in blocks)
@@ -59,9 +59,9 @@ def _section(section: Section) -> str:
 
 def _block(block: Block) -> Iterator[str]:
     match block:
-        case Words(text):
+        case Paragraph(text):
             yield f"<p>{escape(text)}</p>"
-        case Figures(rows):
+        case KeyFigures(rows):
             cells = (
                 f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>"
                 for what, value in rows
@@ -74,7 +74,7 @@ def _block(block: Block) -> Iterator[str]:
             yield from _curve(title, points)
         case Bars():
             yield from _bars(block)
-        case Advised(findings, step_s):
+        case Suggestions(findings, step_s):
             yield "<ol>"
             for each in findings:
                 gain = f"{time_text(each.gain_s)} a step, {percent(each.gain_s / step_s)}"

@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 
 from gpipe_hpc.report.blocks import (
-    Advised,
     Bars,
     Block,
     Curve,
-    Figures,
     Grid,
+    KeyFigures,
+    Paragraph,
     Picture,
-    Report,
-    Words,
+    ReportDocument,
+    Suggestions,
 )
-from gpipe_hpc.report.words import number, percent, time_text
+from gpipe_hpc.report.number_format import number, percent, time_text
 from gpipe_hpc.schedule import Timeline
 from gpipe_hpc.visualize import draw_text
 
@@ -22,7 +22,7 @@ _SHADES = " ▁▂▃▄▅▆▇█"
 _POINTS = 60
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: ReportDocument) -> str:
     """Return a report as Markdown, with block characters for curves and letters for timelines."""
     lines = [f"# {report.title}"]
     for section in report.sections:
@@ -34,9 +34,9 @@ def render_markdown(report: Report) -> str:
 
 def _block(block: Block) -> Iterator[str]:
     match block:
-        case Words(text):
+        case Paragraph(text):
             yield text
-        case Figures(rows):
+        case KeyFigures(rows):
             yield from _table(["what", "value"], rows)
         case Grid(head, rows):
             yield from _table(head, rows)
@@ -49,7 +49,7 @@ def _block(block: Block) -> Iterator[str]:
                 [bar.name, *(time_text(bar.parts.get(name, 0.0)) for name in shown)] for bar in bars
             ]
             yield from _table(["", *shown], rows)
-        case Advised(findings, step_s):
+        case Suggestions(findings, step_s):
             for place, each in enumerate(findings, 1):
                 share = percent(each.gain_s / step_s)
                 yield f"{place}. **{each.what}**: {time_text(each.gain_s)} a step ({share})."

@@ -13,7 +13,7 @@ _SLOW: Final = 1.3  # minimum ratio to similar layers for a layer to count as sl
 _MOST_SLOW: Final = 0.75  # minimum share of slow layers for the rank itself to count as slow
 
 
-class Timed(NamedTuple):
+class TimedLayer(NamedTuple):
     """Measured forward time of a layer on a rank, and that of similar layers (None without any)."""
 
     rank: int
@@ -28,7 +28,7 @@ class Timed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowPart:
     """A slow rank (`layer` is None), or a layer that is slow on some ranks.
 
     Attributes:
@@ -42,7 +42,7 @@ class Slow:
     forward_s: float
 
 
-def timed_layers(record: Record) -> list[Timed]:
+def timed_layers(record: Record) -> list[TimedLayer]:
     """Return the time of each layer on each rank, with the low median of similar layers.
 
     Layers are similar if they have equal parameters and FLOPs, or are the same layer in another
@@ -58,7 +58,7 @@ def timed_layers(record: Record) -> list[Timed]:
     for _, index, took_s in rows:
         alike.setdefault(kinds.get(index, index), []).append(took_s)
     return [
-        Timed(rank, index, took_s, median_low(own) if len(own) > 1 else None)
+        TimedLayer(rank, index, took_s, median_low(own) if len(own) > 1 else None)
         for rank, index, took_s in rows
         for own in [alike[kinds.get(index, index)]]
     ]
@@ -70,9 +70,9 @@ def _kind(told: Mapping[str, Any]) -> tuple[Any, ...]:
     return size if told["forward_flops"] else (*size, told["kind"])
 
 
-def slow_ones(timed: Sequence[Timed]) -> list[Slow]:
+def slow_parts(timed: Sequence[TimedLayer]) -> list[SlowPart]:
     """Return slow ranks, and layers that are slow on other ranks, the most expensive first."""
-    found: list[Slow] = []
+    found: list[SlowPart] = []
     slow_ranks: set[int] = set()
     for rank in sorted({each.rank for each in timed}):
         known = [each for each in timed if each.rank == rank and each.usual_s is not None]
@@ -88,14 +88,14 @@ def slow_ones(timed: Sequence[Timed]) -> list[Slow]:
     return sorted(found, key=lambda each: -each.forward_s)
 
 
-def _slow(ranks: tuple[int, ...], layer: int | None, known: Sequence[Timed]) -> Slow:
+def _slow(ranks: tuple[int, ...], layer: int | None, known: Sequence[TimedLayer]) -> SlowPart:
     took_s = sum(each.took_s for each in known)
     usual_s = sum(each.usual_s or 0.0 for each in known)
     factor = took_s / usual_s if usual_s else float("inf")
-    return Slow(ranks, layer, factor, took_s - usual_s)
+    return SlowPart(ranks, layer, factor, took_s - usual_s)
 
 
-def without(record: Record, slow: Slow) -> float | None:
+def without(record: Record, slow: SlowPart) -> float | None:
     """Return the share of the traced pipeline time that `slow` costs; None without a trace.
 
     The step is simulated with measured times and free transfers, as measured and with normal times
@@ -118,7 +118,7 @@ def without(record: Record, slow: Slow) -> float | None:
 
 
 def _excess(
-    record: Record, slow: Slow, own: set[int], first: int, counts: Sequence[int]
+    record: Record, slow: SlowPart, own: set[int], first: int, counts: Sequence[int]
 ) -> Mapping[int, float]:
     """Return, by stage, the additional forward seconds of slow layers on a replica's ranks."""
     ends = list(accumulate(counts))

@@ -5,22 +5,22 @@ from typing import Any, Final
 
 from gpipe_hpc.report.accounting import PARTS, Account, account_of
 from gpipe_hpc.report.blocks import (
-    Advised,
     Bar,
     Bars,
     Block,
     Curve,
-    Figures,
     Grid,
+    KeyFigures,
+    Paragraph,
     Picture,
-    Report,
-    Section,
-    Words,
+    ReportDocument,
+    ReportSection,
+    Suggestions,
 )
 from gpipe_hpc.report.findings import Finding, findings_of
+from gpipe_hpc.report.number_format import number, percent, time_text
 from gpipe_hpc.report.pace import timed_layers
 from gpipe_hpc.report.record import Record
-from gpipe_hpc.report.words import number, percent, time_text
 from gpipe_hpc.units import bytes_text, flops_text
 
 _MOST_EVENTS: Final = 100
@@ -35,28 +35,28 @@ _CURVES: Final = (
 )
 
 
-def report_of(record: Record) -> Report:
+def report_of(record: Record) -> ReportDocument:
     """Return the report of one run."""
     account = account_of(record)
-    return Report(f"Run {record.name}", list(_sections(record, account)))
+    return ReportDocument(f"Run {record.name}", list(_sections(record, account)))
 
 
-def report_of_several(records: Sequence[Record]) -> Report:
+def report_of_several(records: Sequence[Record]) -> ReportDocument:
     """Return a report that compares several runs, followed by the report of each."""
     accounts = [account_of(record) for record in records]
     names = _names(records)
     sections = [
-        Section("Side by side", [_standing(records, accounts, names)]),
-        Section("Where the time of a step goes", list(_bars(accounts, names))),
-        Section("Over time", list(_curves(records, names))),
-        Section("Settings that differ", [_differing(records, names)]),
+        ReportSection("Side by side", [_standing(records, accounts, names)]),
+        ReportSection("Where the time of a step goes", list(_bars(accounts, names))),
+        ReportSection("Over time", list(_curves(records, names))),
+        ReportSection("Settings that differ", [_differing(records, names)]),
     ]
     for record, account, name in zip(records, accounts, names, strict=True):
         sections += [
             each._replace(title=f"{name}: {each.title}", is_open=False)
             for each in _sections(record, account)
         ]
-    return Report(f"Runs {', '.join(names)}", sections)
+    return ReportDocument(f"Runs {', '.join(names)}", sections)
 
 
 def _names(records: Sequence[Record]) -> list[str]:
@@ -68,27 +68,27 @@ def _names(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _sections(record: Record, account: Account | None) -> Iterator[Section]:
-    doubts = [Words(f"Could not be read: {doubt}.") for doubt in record.doubts]
-    figures = Figures(list(_figures(record, account)))
-    yield Section("The run", [Words(_outcome(record)), *doubts, figures])
+def _sections(record: Record, account: Account | None) -> Iterator[ReportSection]:
+    doubts = [Paragraph(f"Could not be read: {doubt}.") for doubt in record.doubts]
+    figures = KeyFigures(list(_figures(record, account)))
+    yield ReportSection("The run", [Paragraph(_outcome(record)), *doubts, figures])
     if account is not None:
-        yield Section("What would make it faster", [_advised(record, account)])
-        yield Section("Where the time of a step goes", list(_time(record, account)))
+        yield ReportSection("What would make it faster", [_advised(record, account)])
+        yield ReportSection("Where the time of a step goes", list(_time(record, account)))
     if record.traced is not None:
         which = "" if record.traced.step is None else f"Step {record.traced.step}: "
-        words = Words(
+        words = Paragraph(
             f"{which}the step with median time among those kept in memory. All ranks of all "
             f"replicas on one clock."
         )
-        yield Section("One step of all ranks", [words, Picture(record.traced)])
-    yield Section("Over time", list(_curves([record], [""])))
+        yield ReportSection("One step of all ranks", [words, Picture(record.traced)])
+    yield ReportSection("Over time", list(_curves([record], [""])))
     if record.summary.get("ranks"):
-        yield Section("Ranks and memory", list(_ranks(record)))
+        yield ReportSection("Ranks and memory", list(_ranks(record)))
     if record.summary.get("layout"):
-        yield Section("Cut and layout", list(_layout(record)))
-    yield Section("Events", list(_events(record)))
-    yield Section("Settings and versions", list(_settings(record)), is_open=False)
+        yield ReportSection("Cut and layout", list(_layout(record)))
+    yield ReportSection("Events", list(_events(record)))
+    yield ReportSection("Settings and versions", list(_settings(record)), is_open=False)
 
 
 def _outcome(record: Record) -> str:
@@ -139,12 +139,12 @@ def _figures(record: Record, account: Account | None) -> Iterator[tuple[str, str
 def _advised(record: Record, account: Account) -> Block:
     findings: list[Finding] = findings_of(record, account)
     if not findings:
-        return Words("No change is known that would save more than 2 % of a step.")
-    return Advised(findings, account.step_s)
+        return Paragraph("No change is known that would save more than 2 % of a step.")
+    return Suggestions(findings, account.step_s)
 
 
 def _time(record: Record, account: Account) -> Iterator[Block]:
-    yield Words(
+    yield Paragraph(
         f"The mean of {account.num_steps} steps, with checkpoint time divided over them: "
         f"{time_text(account.step_s)} a step. The parts add up to it."
     )
@@ -156,13 +156,13 @@ def _time(record: Record, account: Account) -> Iterator[Block]:
     total = ["all", time_text(account.step_s), percent(1.0), ""]
     yield Grid(["part", "time", "of a step", "meaning"], [*rows, total])
     if not account.ranks:
-        yield Words("No step was traced, so the time in the pipeline is not divided by cause.")
+        yield Paragraph("No step was traced, so the time in the pipeline is not divided by cause.")
         return
-    yield Words("The same for each rank, in the pipeline of the traced step:")
+    yield Paragraph("The same for each rank, in the pipeline of the traced step:")
     yield Bars([Bar(f"rank {share.rank}", share.seconds) for share in account.ranks])
     expected = record.summary.get("expected")
     if expected:
-        yield Words(
+        yield Paragraph(
             f"Forecast before the run from measured layers: {time_text(expected['pipeline_s'])} "
             f"in the pipeline, bubble {percent(expected['bubble'])}; measured: "
             f"{time_text(account.pipeline_s)}."
@@ -234,7 +234,7 @@ def _ranks(record: Record) -> Iterator[Block]:
         )
     yield Grid(head, rows)
     meaning = record.summary.get("peak_memory_meaning")
-    yield Words(
+    yield Paragraph(
         f"Peak memory: {meaning}. Above start: the part allocated since the start. Planned: "
         f"weights, gradients, optimizer, activations and workspace, counted; of plan: above start "
         f"as a share of planned. Workspace: temporary memory of running layers, gradients in "
@@ -246,7 +246,7 @@ def _layout(record: Record) -> Iterator[Block]:
     layout = record.summary["layout"]
     counts = layout["layers_of_stages"]
     layers = record.summary.get("layers") or []
-    yield Words(
+    yield Paragraph(
         f"{_some(layout['ranks'], 'rank')}: {_some(layout['replicas'], 'replica')} of "
         f"{_some(layout['stages'], 'stage')}; schedule {layout['schedule']}, "
         f"{_some(layout['microbatches'], 'micro-batch', 'es')}, recompute "
@@ -272,7 +272,7 @@ def _layout(record: Record) -> Iterator[Block]:
         yield Grid(
             ["layer", "kind", "stage", "parameters", "forward, counted", "forward, measured"], rows
         )
-        yield Words(
+        yield Paragraph(
             "For one micro-batch; measured in steps 2 to 4 after the start, on the slowest rank "
             "that holds the layer."
         )
@@ -283,14 +283,14 @@ def _events(record: Record) -> Iterator[Block]:
     corrupt = next(
         (r["corrupt_samples"] for r in reversed(record.steps) if "corrupt_samples" in r), 0
     )
-    yield Words(
+    yield Paragraph(
         f"Started {_some(max(1, record.num_starts), 'time')}, {_some(skipped or 0, 'step')} "
         f"skipped, {_some(corrupt or 0, 'corrupt sample')} left out."
     )
-    yield from map(Words, _stragglers(record))
+    yield from map(Paragraph, _stragglers(record))
     shown = record.happened[-_MOST_EVENTS:]
     if len(shown) < len(record.happened):
-        yield Words(f"The last {len(shown)} of {len(record.happened)}:")
+        yield Paragraph(f"The last {len(shown)} of {len(record.happened)}:")
     if shown:
         yield Grid(
             ["when", "kind", "ranks", "what", "times"],
@@ -361,4 +361,4 @@ def _differing(records: Sequence[Record], names: Sequence[str]) -> Block:
         ]
         if len(set(values)) > 1:
             rows.append([setting, *values])
-    return Grid(["setting", *names], rows) if rows else Words("None.")
+    return Grid(["setting", *names], rows) if rows else Paragraph("None.")

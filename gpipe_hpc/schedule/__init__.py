@@ -5,8 +5,8 @@ from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble, explain_meas
 from gpipe_hpc.schedule.checker import check
 from gpipe_hpc.schedule.cluster import Cluster, ReductionTime
 from gpipe_hpc.schedule.comparison import (
-    Gain,
-    Standing,
+    ScheduleStats,
+    SearchGain,
     compare,
     comparison_table,
     gains_table,
@@ -15,17 +15,7 @@ from gpipe_hpc.schedule.comparison import (
 from gpipe_hpc.schedule.costs import Costs, Link
 from gpipe_hpc.schedule.families.gpipe import gpipe
 from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
-from gpipe_hpc.schedule.holes import (
-    WITH_HOLES,
-    Rows,
-    in_rows,
-    num_rows,
-    one_table,
-    refuse_whole_replicas,
-    replicas_on,
-    rows_text,
-)
-from gpipe_hpc.schedule.job import Job, Meeting, ReplicaTimes, side_by_side, simulate_job
+from gpipe_hpc.schedule.job import Job, ReductionEvent, ReplicaTimes, side_by_side, simulate_job
 from gpipe_hpc.schedule.measured import (
     costs_for_others,
     mean_costs,
@@ -34,13 +24,23 @@ from gpipe_hpc.schedule.measured import (
     schedule_of,
 )
 from gpipe_hpc.schedule.memory import (
-    Held,
     Memory,
+    MemoryLevel,
     memory_over_time,
     peak_copies,
     peak_memory,
 )
 from gpipe_hpc.schedule.parallelism import Parallelism, parallelism_of
+from gpipe_hpc.schedule.partial_replicas import (
+    WITH_HOLES,
+    PartialReplicas,
+    in_rows,
+    num_rows,
+    one_table,
+    refuse_whole_replicas,
+    replicas_on,
+    rows_text,
+)
 from gpipe_hpc.schedule.passes.averaging import with_averages, without_reductions
 from gpipe_hpc.schedule.passes.lowering import forward_only, lower
 from gpipe_hpc.schedule.passes.offload import add_offload
@@ -52,7 +52,7 @@ from gpipe_hpc.schedule.registry import (
     num_stages,
     schedule_names,
 )
-from gpipe_hpc.schedule.search.auto import Found, Within, place, search
+from gpipe_hpc.schedule.search.auto import AutoResult, MemoryAllowance, place, search
 from gpipe_hpc.schedule.search.bounds import lower_bound
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table.actions import Action, Op, parse_action
@@ -80,31 +80,31 @@ from gpipe_hpc.schedule.timeline import Event, Timeline, idle_share
 __all__ = [
     "WITH_HOLES",
     "Action",
+    "AutoResult",
     "BubbleCauses",
     "Channel",
     "Cluster",
     "Costs",
     "Event",
-    "Found",
-    "Gain",
-    "Held",
     "Job",
     "Link",
-    "Meeting",
     "Memory",
+    "MemoryAllowance",
+    "MemoryLevel",
     "Op",
     "Parallelism",
+    "PartialReplicas",
     "Placement",
+    "ReductionEvent",
     "ReductionTime",
     "ReplicaTimes",
     "Row",
-    "Rows",
     "Schedule",
     "ScheduleError",
+    "ScheduleStats",
+    "SearchGain",
     "Skip",
-    "Standing",
     "Timeline",
-    "Within",
     "add_offload",
     "add_recompute",
     "arrival",

@@ -8,7 +8,7 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.passes.lowering import lower
 from gpipe_hpc.schedule.registry import build
-from gpipe_hpc.schedule.search.auto import Found, place, search
+from gpipe_hpc.schedule.search.auto import AutoResult, place, search
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table.actions import SENDS
 from gpipe_hpc.schedule.table.placements import copies_in_rows
@@ -38,7 +38,7 @@ VARIANTS: Final[tuple[Variant, ...]] = (
 )
 
 
-class Standing(NamedTuple):
+class ScheduleStats(NamedTuple):
     """Results of one schedule in a comparison of schedules.
 
     Attributes:
@@ -76,7 +76,7 @@ def compare(
     weight_gradient: float = 1.0,
     send: float = 0.0,
     variants: Iterable[Variant] = VARIANTS,
-) -> list[Standing]:
+) -> list[ScheduleStats]:
     """Simulate several schedules of the same model and return the result of each.
 
     The arguments are the costs of each of `ranks` equal parts of the model. A schedule with v
@@ -89,19 +89,19 @@ def compare(
         weight_gradient=weight_gradient,
         send=send,
     )
-    standings: list[Standing] = []
+    standings: list[ScheduleStats] = []
     for name, options in variants:
         try:
             bare = build(name, ranks=ranks, microbatches=microbatches, **options)
         except ScheduleError as error:
-            standings.append(Standing(name, options, refusal=str(error)))
+            standings.append(ScheduleStats(name, options, refusal=str(error)))
             continue
         placement = bare.placement
         copies = copies_in_rows(placement)
         timeline = simulate(bare, costs.recut(ranks, bare.num_stages, copies))
         shares: Sequence[float] = copies or [ranks / bare.num_stages] * bare.num_stages
         standings.append(
-            Standing(
+            ScheduleStats(
                 name,
                 options,
                 makespan=timeline.makespan,
@@ -120,7 +120,7 @@ def compare(
     return standings
 
 
-def comparison_table(standings: Sequence[Standing]) -> str:
+def comparison_table(standings: Sequence[ScheduleStats]) -> str:
     """Return results as a Markdown table, followed by the reasons why schedules are missing."""
     rows = [
         (
@@ -139,7 +139,7 @@ def comparison_table(standings: Sequence[Standing]) -> str:
     return "\n".join([_markdown(heads, rows), *refusals])
 
 
-class Gain(NamedTuple):
+class SearchGain(NamedTuple):
     """Result of a search for an action order, compared with the best named schedule.
 
     Both have the same placement.
@@ -147,7 +147,7 @@ class Gain(NamedTuple):
 
     placement: str
     limit: int | None
-    found: Found
+    found: AutoResult
 
     @property
     def gain(self) -> float | None:
@@ -168,24 +168,24 @@ def search_gains(
         ("wave", None),
         ("mirrored", None),
     ),
-) -> list[Gain]:
+) -> list[SearchGain]:
     """Search orders for unequal stages on several placements and activation limits.
 
     `stage_times` is the time of F, of I and of W of each stage; it repeats for further stages.
     `cases` lists (placement, limit) pairs.
     """
-    gains: list[Gain] = []
+    gains: list[SearchGain] = []
     for kind, limit in cases:
         placement = place(kind, ranks, microbatches)
         repeated = [stage_times[at % len(stage_times)] for at in range(placement.num_stages)]
         costs = Costs(
             forward=repeated, input_gradient=repeated, weight_gradient=repeated, send=send
         )
-        gains.append(Gain(kind, limit, search(placement, costs, limit=limit)))
+        gains.append(SearchGain(kind, limit, search(placement, costs, limit=limit)))
     return gains
 
 
-def gains_table(gains: Sequence[Gain]) -> str:
+def gains_table(gains: Sequence[SearchGain]) -> str:
     """Return search results as a Markdown table."""
     heads = ("placement", "limit", "best by name", "its time", "auto", "gain", "above the bound")
     rows = [

@@ -10,7 +10,7 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.passes.lowering import lower
-from gpipe_hpc.schedule.simulator import Clock
+from gpipe_hpc.schedule.simulator import SimulatedClock
 from gpipe_hpc.schedule.table.actions import COMPUTE, OF_BUCKETS, Action
 from gpipe_hpc.schedule.table.collectives import reduction_order
 from gpipe_hpc.schedule.table.precedence import Precedence, build_precedence, execution_order
@@ -32,7 +32,7 @@ class ReplicaTimes(NamedTuple):
     busy: tuple[float, ...]
 
 
-class Meeting(NamedTuple):
+class ReductionEvent(NamedTuple):
     """One simulated gradient reduction, which starts once every rank that takes part is ready.
 
     `ready` is the time when the last rank is ready; `last` is the replica of that rank.
@@ -56,7 +56,7 @@ class Job:
     schedule: Schedule
     costs: tuple[Costs, ...]
     replicas: tuple[ReplicaTimes, ...]
-    meetings: tuple[Meeting, ...]
+    meetings: tuple[ReductionEvent, ...]
 
     @property
     def num_ranks(self) -> int:
@@ -98,7 +98,7 @@ class Job:
     @collector_paused()
     def timeline(self, replica: int) -> Timeline:
         """Simulate one replica again and return its events, including the reductions."""
-        times = _Times(self.schedule)
+        times = _ReplicaClocks(self.schedule)
         clock = times.clock(self.costs[replica])
         for nodes, meeting in zip(times.order, self.meetings, strict=True):
             for node in nodes:
@@ -123,7 +123,7 @@ def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
     """
     if not costs:
         raise ScheduleError("job: costs is empty; give the costs of at least one replica")
-    times = _Times(schedule if schedule.is_lowered else lower(schedule))
+    times = _ReplicaClocks(schedule if schedule.is_lowered else lower(schedule))
     meeting = times.clock(costs[0])
     ready = meeting.ready(times.order)
     last = [0] * len(ready)
@@ -143,7 +143,7 @@ def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
         costs=tuple(costs),
         replicas=tuple(found[id(each)] for each in costs),
         meetings=tuple(
-            Meeting(
+            ReductionEvent(
                 times.graph.action(nodes[0]),
                 max(own),
                 meeting.starts[nodes[0]],
@@ -190,7 +190,7 @@ def side_by_side(schedule: Schedule, num_replicas: int) -> Schedule:
     )
 
 
-class _Times:
+class _ReplicaClocks:
     """A table with resolved dependencies, which creates the simulated clock of each replica."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -198,14 +198,14 @@ class _Times:
         self.order = reduction_order(self.graph)
         self._passing = execution_order(self.graph, self.graph.waits)
 
-    def clock(self, costs: Costs) -> Clock:
+    def clock(self, costs: Costs) -> SimulatedClock:
         """Return the simulated times of everything but reductions."""
-        clock = Clock(self.graph, costs)
+        clock = SimulatedClock(self.graph, costs)
         clock.run(self._passing)
         return clock
 
 
-def _times_without_reductions(clock: Clock) -> ReplicaTimes:
+def _times_without_reductions(clock: SimulatedClock) -> ReplicaTimes:
     """Return the simulated times of one replica, not counting reductions."""
     graph, starts, ends = clock.graph, clock.starts, clock.ends
     computes = [op in COMPUTE for op, _, _ in graph.kinds]

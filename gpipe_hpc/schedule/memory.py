@@ -10,8 +10,15 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.schedule.costs import Cost, per_stage, shares_of_each
 from gpipe_hpc.schedule.table.actions import Action, Op
-from gpipe_hpc.schedule.table.dependencies import Thing
-from gpipe_hpc.schedule.table.lifetimes import Lifetime, Place, away, in_flight, kept, received
+from gpipe_hpc.schedule.table.dependencies import ValueKind
+from gpipe_hpc.schedule.table.lifetimes import (
+    Lifetime,
+    Place,
+    in_flight,
+    kept_lifetimes,
+    offloaded_lifetimes,
+    received,
+)
 from gpipe_hpc.schedule.table.schedule import Schedule, Skip
 from gpipe_hpc.schedule.timeline import Timeline
 
@@ -57,14 +64,14 @@ class Memory:
 STAGE_MICROBATCHES: Final = Memory(forward=1.0, boundary=1.0)
 
 
-class Held(NamedTuple):
+class MemoryLevel(NamedTuple):
     """A point of a memory curve: the memory that a rank uses from `time_s` on."""
 
     time_s: float
     amount: float
 
 
-class Step(NamedTuple):
+class LiveCount(NamedTuple):
     """A point of a curve: the number of live (stage, micro-batch) pairs from `time_s` on."""
 
     time_s: float
@@ -90,7 +97,7 @@ def peak_copies(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
     return tuple(map(keeper.peak_of_copies, schedule.ranks))
 
 
-def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held]:
+def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[MemoryLevel]:
     """Return the memory of a rank over time, without weights, one entry per change.
 
     Memory is allocated when an action starts and freed when it ends. The first entry is zero.
@@ -103,7 +110,7 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
     ):
         changes += ((event.start_s, added), (event.end_s, -freed))
     ends = {event.action: event.end_s for event in events}
-    for life in away([event.action for event in events]):
+    for life in offloaded_lifetimes([event.action for event in events]):
         # The copy may take longer than the compute action; its memory is reused only afterwards.
         over_s = ends[Action(Op.OFFLOAD, *life.place)]
         if over_s > events[life.first].end_s:
@@ -111,15 +118,15 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
             changes += ((events[life.first].end_s, moved), (over_s, -moved))
     # Copies run in parallel with compute, so table order is not time order.
     changes.sort(key=itemgetter(0))
-    held, amount = [Held(timeline.start_s, 0.0)], 0.0
+    held, amount = [MemoryLevel(timeline.start_s, 0.0)], 0.0
     for time_s, together in groupby(changes, itemgetter(0)):
         amount = sum((change for _, change in together), amount)
         if amount != held[-1].amount:
-            held.append(Held(time_s, amount))
+            held.append(MemoryLevel(time_s, amount))
     return held
 
 
-def live_activations(timeline: Timeline, rank: int) -> list[Step]:
+def live_activations(timeline: Timeline, rank: int) -> list[LiveCount]:
     """Return the number of live (stage, micro-batch) pairs of a rank over time.
 
     A pair is live from the start of its ``F`` to the end of its ``B`` or ``W`` (of ``F`` if there
@@ -127,11 +134,11 @@ def live_activations(timeline: Timeline, rank: int) -> list[Step]:
     ``OFFLOAD`` to the start of its ``FETCH``. Without offloading, the largest number equals
     `Timeline.peak_activations`.
     """
-    steps: list[Step] = []
+    steps: list[LiveCount] = []
     for time_s, amount in memory_over_time(timeline, STAGE_MICROBATCHES, rank)[1:]:
         live = round(amount)
         if live != (steps[-1].live if steps else 0):
-            steps.append(Step(time_s, live))
+            steps.append(LiveCount(time_s, live))
     return steps
 
 
@@ -177,7 +184,7 @@ class _StageMemory:
         """Return the peak host memory of a rank's offloaded activations."""
         again = {action[1:3] for action in row if action.op is Op.R}
         added, freed = [0.0] * len(row), [0.0] * len(row)
-        for life in kept(row, {Thing.COPY}):
+        for life in kept_lifetimes(row, {ValueKind.COPY}):
             nbytes = self.moved(life, recomputes=life.place in again)
             added[life.first] += nbytes
             freed[life.last] += nbytes
@@ -193,28 +200,28 @@ class _StageMemory:
 
     def _keep(self, row: Sequence[Action], added: list[float], freed: list[float]) -> None:
         """Add the activations that a stage keeps between the actions of a micro-batch."""
-        lives: dict[Thing, list[Lifetime]] = defaultdict(list)
-        for life in kept(row):
+        lives: dict[ValueKind, list[Lifetime]] = defaultdict(list)
+        for life in kept_lifetimes(row):
             lives[life.thing].append(life)
-        again = {life.place for life in lives[Thing.RECOMPUTED]}
+        again = {life.place for life in lives[ValueKind.RECOMPUTED]}
         ends: dict[Place, int] = {}
-        for life in lives[Thing.ACTIVATIONS]:
+        for life in lives[ValueKind.ACTIVATIONS]:
             amount = (self.boundary if life.place in again else self.forward)[life.stage]
             amount *= self._share(life)
             added[life.first] += amount
             freed[life.last] += amount
             ends[life.place] = life.last
-        for life in lives[Thing.RECOMPUTED]:
+        for life in lives[ValueKind.RECOMPUTED]:
             amount = self.recompute[life.stage] * self._share(life)
             added[life.first] += amount
             freed[life.last] += amount
-        for life in lives[Thing.INPUT_SHARE]:
+        for life in lives[ValueKind.INPUT_SHARE]:
             # Freed by the input gradient, before the rest.
             early = min(self._whole(life.place, again), self.input_gradient[life.stage])
             early *= self._share(life)
             freed[life.last] += early
             freed[ends[life.place]] -= early
-        for life in away(row) if lives[Thing.COPY] else ():
+        for life in offloaded_lifetimes(row) if lives[ValueKind.COPY] else ():
             moved = self.moved(life, recomputes=life.place in again)
             freed[life.first] += moved
             added[life.last] += moved

@@ -11,10 +11,10 @@ from typing import Any, Final
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.families.from_file import from_file
 from gpipe_hpc.schedule.families.known import FAMILIES
-from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.options import check_integer
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.passes.recompute import add_recompute
-from gpipe_hpc.schedule.search.auto import Within, auto, place
+from gpipe_hpc.schedule.search.auto import MemoryAllowance, auto, place
 from gpipe_hpc.schedule.table.actions import Op
 from gpipe_hpc.schedule.table.schedule import Placement, Schedule
 
@@ -91,7 +91,7 @@ def build(
     ranks: int,
     microbatches: int,
     recompute: str = "never",
-    within: Callable[[Placement], Within] | None = None,
+    within: Callable[[Placement], MemoryAllowance] | None = None,
     **options: Any,
 ) -> Schedule:
     """Build the compute-only table of a named schedule.
@@ -142,8 +142,8 @@ def _checked(name: str, ranks: int, microbatches: int, options: Mapping[str, Any
     for option in options:
         if option not in known:
             raise _unknown_option(name, option, known)
-    whole(name, "ranks", ranks)
-    whole(name, "microbatches", microbatches)
+    check_integer(name, "ranks", ranks)
+    check_integer(name, "microbatches", microbatches)
     return name
 
 
@@ -154,7 +154,7 @@ def _times(each: int, ranks: int, microbatches: int, **_: Any) -> int:
 def _by_option(
     name: str, option: str, each: int, ranks: int, microbatches: int, **options: Any
 ) -> int:
-    return each * ranks * whole(name, option, options[option])
+    return each * ranks * check_integer(name, option, options[option])
 
 
 def _placed(
@@ -170,7 +170,7 @@ def _placed(
 
 
 def _in_rows(ranks: int, microbatches: int, stages: int | None, **_: Any) -> int:
-    return ranks if stages is None else whole("rerouted", "stages", stages)
+    return ranks if stages is None else check_integer("rerouted", "stages", stages)
 
 
 def _read(ranks: int, microbatches: int, path: str) -> int:

@@ -51,7 +51,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if (schedule.overlaps or schedule.skips) and not schedule.is_lowered:
         return _compute_of(simulate(lower(schedule), costs))
     graph = build_precedence(schedule)
-    clock = Clock(graph, costs)
+    clock = SimulatedClock(graph, costs)
     clock.run(execution_order(graph, graph.waits))
     order = reduction_order(graph)
     clock.reduce(order, clock.ready(order))
@@ -65,7 +65,7 @@ def _compute_of(timeline: Timeline) -> Timeline:
     return replace(timeline, events=tuple(rows))
 
 
-class _Step(NamedTuple):
+class _StepAction(NamedTuple):
     """Properties shared by all actions of one op and stage."""
 
     duration: float
@@ -75,7 +75,7 @@ class _Step(NamedTuple):
     way: int | Skip
 
 
-class Clock:
+class SimulatedClock:
     """Simulated times of all actions of one pipeline; call `run` first, then `reduce`.
 
     Times are indexed by node, the number of an action in the graph.
@@ -252,7 +252,7 @@ class Clock:
         )
 
 
-def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
+def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _StepAction]:
     """Return the properties of each kind of action in a table."""
     num_stages = graph.schedule.num_stages
     kinds = set(graph.kinds)
@@ -261,11 +261,11 @@ def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
         for op in sorted({kind[0] for kind in kinds} & (COMPUTE | COPIES))
     }
     destinations = _destinations(graph, kinds)
-    steps: dict[Kind, _Step] = {}
+    steps: dict[Kind, _StepAction] = {}
     for kind in kinds:
         op, stage, _ = kind
         destination = destinations.get(kind, -1)
-        steps[kind] = _Step(
+        steps[kind] = _StepAction(
             duration=durations[op][stage] if op in durations else 0.0,
             computes=op in COMPUTE,
             destination=destination,

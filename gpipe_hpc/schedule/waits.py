@@ -7,7 +7,7 @@ from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, OF_BUCKETS, SENDS,
 from gpipe_hpc.schedule.table.dependencies import (
     CONSUMERS,
     Need,
-    Thing,
+    ValueKind,
     arrival,
     counterpart,
     needs,
@@ -36,7 +36,7 @@ class Wait(NamedTuple):
 
     maker: Event
     send: Event | None
-    thing: Thing
+    thing: ValueKind
 
     @property
     def over_s(self) -> float:
@@ -85,7 +85,7 @@ class DataFlow:
         if offload is not None:
             forward = self._makers.get(offload.action._replace(op=Op.F))
             if forward is not None:
-                yield Wait(forward, offload, Thing.COPY)
+                yield Wait(forward, offload, ValueKind.COPY)
 
     def waited_for(self, event: Event) -> Wait | None:
         """Return the dependency of an event that became available last; None if it has none."""
@@ -105,7 +105,7 @@ class DataFlow:
                         if send is not None:
                             yield Transfer(maker, send, event)
 
-    def _needs(self, event: Event) -> Iterator[tuple[Event, Thing]]:
+    def _needs(self, event: Event) -> Iterator[tuple[Event, ValueKind]]:
         op, stage, microbatch, _ = event.action
         if op not in COMPUTE and op not in COPIES:
             return

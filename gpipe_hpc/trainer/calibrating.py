@@ -13,40 +13,40 @@ from gpipe_hpc.device.cores.machine import parse_cpus
 from gpipe_hpc.device.device import maker_name
 from gpipe_hpc.models import sizes_of_layers
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.planner.advice import Known, layer_times
+from gpipe_hpc.planner.advice import KnownCosts, layer_times
 from gpipe_hpc.planner.costs.calibration import Calibration, shape_of, write_calibration
+from gpipe_hpc.planner.costs.cost_models import LayerTimes
 from gpipe_hpc.planner.costs.counted import ModelCount
-from gpipe_hpc.planner.costs.gauges import LayerTimes
 from gpipe_hpc.planner.costs.observed import (
-    Fitted,
-    Took,
-    both_ways,
+    FittedLink,
+    ObservedTransfer,
     fitted,
     gap_s,
     message_of,
     pass_of,
     sums,
     transfers,
+    without_clock_offsets,
 )
-from gpipe_hpc.planner.costs.prices import Measured, Pass, Prices
+from gpipe_hpc.planner.costs.prices import PassCost, Prices, PricesContext
 from gpipe_hpc.planner.forecast import sent_bytes
-from gpipe_hpc.planner.foresight import Foresight, shares_of
 from gpipe_hpc.planner.review import by_forwards
+from gpipe_hpc.planner.run_forecast import RunForecast, shares_of
 from gpipe_hpc.planner.shares import microbatch_shares
 from gpipe_hpc.planner.stages import count_stages
-from gpipe_hpc.planner.step_time import held_by_ranks
+from gpipe_hpc.planner.step_time import updated_by_ranks
 from gpipe_hpc.schedule import Action, Link, Timeline, arrival, counterpart
 from gpipe_hpc.schedule.costs import shares_of_each
 from gpipe_hpc.trainer.machines import optimizer_kind
 from gpipe_hpc.trainer.session import Session
 from gpipe_hpc.trainer.summary.figures import RankFigures
-from gpipe_hpc.trainer.summary.ledger import Ledger
+from gpipe_hpc.trainer.summary.ledger import RunStatistics
 
 CALIBRATION_FILE: Final = "calibration.yaml"
 
 
 def measured_times(
-    pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
+    pipe: Pipeline, foreseen: RunForecast, measured: Timeline, forwards_s: Mapping[int, float]
 ) -> tuple[LayerTimes, ...]:
     """Return the forward and backward seconds of each layer in a measured step, at rank 0's speed.
 
@@ -71,7 +71,7 @@ def _of_the_largest(times: Sequence[LayerTimes], shares: Sequence[float]) -> tup
 
 def calibrate(
     session: Session,
-    ledger: Ledger,
+    ledger: RunStatistics,
     steps: Sequence[Sequence[Timeline]],
     typical: Sequence[Timeline],
     ranks: Sequence[RankFigures],
@@ -121,7 +121,7 @@ def calibrate(
             update,
             norm,
             _overhead_s(ledger, typical),
-            Measured(
+            PricesContext(
                 device.type,
                 maker_name(device),
                 _cores(ranks),
@@ -140,7 +140,7 @@ def calibrate(
     write_calibration(session.run_folder / CALIBRATION_FILE, found)
 
 
-def _overhead_bytes(ranks: Sequence[RankFigures], foreseen: Foresight) -> int:
+def _overhead_bytes(ranks: Sequence[RankFigures], foreseen: RunForecast) -> int:
     """Return the largest excess in bytes of a rank's peak memory over its planned memory."""
     planned = [foreseen.ranks[each.stage_rank].total_bytes for each in ranks]
     pairs = zip(ranks, planned, strict=True)
@@ -161,9 +161,9 @@ class _TracedSteps:
     session: Session
     hosts: Sequence[str]
     steps: Sequence[Sequence[Timeline]]
-    known: Known
+    known: KnownCosts
 
-    def transfers(self, action_s: float) -> Iterator[Took]:
+    def transfers(self, action_s: float) -> Iterator[ObservedTransfer]:
         """Yield bytes and seconds of transfers between stages whose receivers were waiting.
 
         `action_s` is the normal gap between two actions, which is subtracted.
@@ -184,16 +184,20 @@ class _TracedSteps:
 
                 yield from transfers(timeline, sent, replica * num_ranks, action_s)
 
-    def links(self, taken: Sequence[Took]) -> tuple[Fitted | None, Fitted | None]:
+    def links(
+        self, taken: Sequence[ObservedTransfer]
+    ) -> tuple[FittedLink | None, FittedLink | None]:
         """Fit latency and bandwidth within a host and between hosts; None if none was observed."""
         apart = [each for each in taken if self._is_between(each.source, each.destination)]
         close = [each for each in taken if not self._is_between(each.source, each.destination)]
-        return fitted([(each.nbytes, each.seconds) for each in close]), fitted(both_ways(apart))
+        return fitted([(each.nbytes, each.seconds) for each in close]), fitted(
+            without_clock_offsets(apart)
+        )
 
     def _is_between(self, *ranks: int) -> bool:
         return len({self.hosts[rank] for rank in ranks}) > 1
 
-    def summing(self) -> tuple[Fitted | None, str]:
+    def summing(self) -> tuple[FittedLink | None, str]:
         """Fit the link of all-reduces within a host; return it, or None, and why it is unknown."""
         pipe = self.session.pipe
         outer, layout = pipe.request.combining, pipe.layout
@@ -219,7 +223,10 @@ class _TracedSteps:
         return found, why
 
     def notes(
-        self, taken: Sequence[Took], within: Fitted | None, between: Fitted | None
+        self,
+        taken: Sequence[ObservedTransfer],
+        within: FittedLink | None,
+        between: FittedLink | None,
     ) -> Iterator[str]:
         """Yield notes about link parameters that could not be measured."""
         if not taken:
@@ -230,7 +237,7 @@ class _TracedSteps:
             yield from _fit_notes("transfers between hosts", between)
 
 
-def _fit_notes(what: str, found: Fitted | None) -> list[str]:
+def _fit_notes(what: str, found: FittedLink | None) -> list[str]:
     """Return a note if a link is unknown or fitted to one message size only; else an empty list."""
     if found is None:
         return [f"{what}: unknown, as none was observed (between hosts: in both directions)"]
@@ -239,23 +246,25 @@ def _fit_notes(what: str, found: Fitted | None) -> list[str]:
     return []
 
 
-def _passes(pipe: Pipeline, ranks: Sequence[RankFigures], count: ModelCount) -> tuple[Pass, Pass]:
+def _passes(
+    pipe: Pipeline, ranks: Sequence[RankFigures], count: ModelCount
+) -> tuple[PassCost, PassCost]:
     """Return the costs of the optimizer step and of the gradient norm.
 
     The cost of the norm is the shortest time of any rank divided by the largest number of elements
     of any rank, as the times of the other ranks include waiting.
     """
     copies = 1 if pipe.request.combining.shard == "none" else pipe.layout.replicas
-    held = held_by_ranks(count, pipe.partition.counts, pipe.layout.schedule.placement, copies)
+    held = updated_by_ranks(count, pipe.partition.counts, pipe.layout.schedule.placement, copies)
     update = pass_of(
         [(*held[each.stage_rank], each.optimizer_s) for each in ranks if each.optimizer_s]
     )
     clipped = [each.clipping_s for each in ranks if each.clipping_s is not None]
     most = max(each.num_elements for each in held)
-    return update, Pass(0.0, 0.0, min(clipped) / most if clipped and most else 0.0)
+    return update, PassCost(0.0, 0.0, min(clipped) / most if clipped and most else 0.0)
 
 
-def _overhead_s(ledger: Ledger, typical: Sequence[Timeline]) -> float:
+def _overhead_s(ledger: RunStatistics, typical: Sequence[Timeline]) -> float:
     """Return the seconds of a step outside its pipeline, all-reduce, gradient norm and optimizer.
 
     Time for reading data is excluded, as in plans.

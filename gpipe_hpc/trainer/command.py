@@ -9,18 +9,18 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm.watchdog.saying import say
+from gpipe_hpc.comm.watchdog.output_streams import print_line
 from gpipe_hpc.comm.world.launcher import detect_launch
 from gpipe_hpc.comm.world.world import World
-from gpipe_hpc.config import ExitCode, Job, check_config, run_jobs, say_error
+from gpipe_hpc.config import CommandJob, ExitCode, check_config, print_error, run_jobs
 from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
 from gpipe_hpc.settings import Config
-from gpipe_hpc.trainer.ending import end_soon
-from gpipe_hpc.trainer.joining import join_world, leave_notice
 from gpipe_hpc.trainer.loop import run_training
+from gpipe_hpc.trainer.process_exit import end_soon
 from gpipe_hpc.trainer.run.folder import default_run_folder
 from gpipe_hpc.trainer.run.launchers import is_one_of_several_agents
-from gpipe_hpc.trainer.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
+from gpipe_hpc.trainer.signals import REQUEUE_EXIT_CODE, ProcessExit, StopRequest
+from gpipe_hpc.trainer.start_world import join_world, send_stop_notice
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -35,7 +35,7 @@ def run_command(stop: StopRequest) -> None:
     that is not 0.
     """
 
-    def task(job: Job) -> int:
+    def task(job: CommandJob) -> int:
         if job.number is None:
             return _train(job.config, stop, sys.argv[1:])
         return _train_of_sweep(job, stop)
@@ -52,20 +52,20 @@ def run_command(stop: StopRequest) -> None:
     sys.exit(code)
 
 
-def _train_of_sweep(job: Job, stop: StopRequest) -> int:
+def _train_of_sweep(job: CommandJob, stop: StopRequest) -> int:
     """Train one job of a sweep in this process, in its own folder."""
-    if stop.came:
-        say("gpipe_hpc: stopped by a signal before this job")
+    if stop.is_requested:
+        print_line("gpipe_hpc: stopped by a signal before this job")
         return REQUEUE_EXIT_CODE
     if job.config.run.dir is None:
         job.config.run.dir = str(default_run_folder() / str(job.number))
     num_threads = torch.get_num_threads()
-    stop.start_again()
+    stop.reset()
     try:
         _refuse_launcher()
         return _train(job.config, stop, job.words)
     except GpipeError as error:
-        return say_error(error)
+        return print_error(error)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -80,7 +80,7 @@ def _refuse_launcher() -> None:
         )
 
 
-def _tell_others(world: World, ending: Ending) -> None:
+def _tell_others(world: World, ending: ProcessExit) -> None:
     """Notify the other ranks that a signal stopped this one; not after Ctrl-C, which stops all."""
     if ending.code == REQUEUE_EXIT_CODE:
         world.fail(ending.words, is_stop=True)
@@ -89,20 +89,20 @@ def _tell_others(world: World, ending: Ending) -> None:
 def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
     world: World | None = None
     try:
-        with stop.doing_last(partial(leave_notice, config)):
+        with stop.before_exit(partial(send_stop_notice, config)):
             doubts = check_config(config, detect_launch().world_size, may_choose=True)
             world = join_world(config)
         joined = world
         with (
-            stop.joined(lambda: joined.has_news),
-            stop.doing_last(partial(_tell_others, world)),
+            stop.joined(lambda: joined.has_peer_failure),
+            stop.before_exit(partial(_tell_others, world)),
         ):
             return run_training(config, world, stop, doubts, words)
     except GpipeError as error:
         stop.note_failure()
         log.debug("traceback of the error", exc_info=True)
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
-        code = say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
+        code = print_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
         # Another rank was asked to stop too and exited earlier: the run can be continued. An error
         # of a rank itself would occur again.
         is_stopped = isinstance(error, PeerError) and (error.is_stop or stop.was_terminated)

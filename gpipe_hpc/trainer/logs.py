@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
-from gpipe_hpc.comm.watchdog.saying import say, telling_lost_streams
+from gpipe_hpc.comm.watchdog.output_streams import print_line, reporting_lost_streams
 from gpipe_hpc.errors import os_remedy
 from gpipe_hpc.trainer.writers import METRICS_FILE
 
@@ -54,7 +54,7 @@ class LogFile(logging.FileHandler):
             self._has_failed = True
             remedy = os_remedy(error) or "check its folder"
             told = f"gpipe_hpc: log: cannot write {self.baseFilename}: {error}; {remedy}"
-            say(told)
+            print_line(told)
 
     def close(self) -> None:
         """Close the file; buffered data that cannot be written is lost."""
@@ -95,7 +95,7 @@ def rank_log(
         )
 
     try:
-        with telling_lost_streams(tell_lost):
+        with reporting_lost_streams(tell_lost):
             yield path
     finally:
         logging.captureWarnings(False)

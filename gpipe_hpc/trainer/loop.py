@@ -12,51 +12,56 @@ from typing import Final
 import torch
 
 from gpipe_hpc.checkpoint.in_memory import DEFAULT_FOLDER, NeighbourCopies, open_copies
-from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error
 from gpipe_hpc.comm.world.mesh import Mesh
-from gpipe_hpc.comm.world.world import World, telling, together
+from gpipe_hpc.comm.world.world import World, broadcast_errors, collective_errors
 from gpipe_hpc.config import on_ranks, written
 from gpipe_hpc.device.cores.bind import bound
 from gpipe_hpc.device.deferred import Mark
 from gpipe_hpc.engine import StepResult, StepTimes
 from gpipe_hpc.errors import ConfigError, NonFiniteError
-from gpipe_hpc.planner.foresight import Foresight
 from gpipe_hpc.planner.memory.by_rank import memory_limits
 from gpipe_hpc.planner.memory.shortage import shortage
-from gpipe_hpc.preflight.before import look_before_run
+from gpipe_hpc.planner.run_forecast import RunForecast
 from gpipe_hpc.preflight.folder import await_run
+from gpipe_hpc.preflight.rank_checks import check_before_run
 from gpipe_hpc.preflight.settings import check_settings
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.figures.metrics import Metrics, open_metrics
 from gpipe_hpc.trainer.figures.progress import Progress
-from gpipe_hpc.trainer.figures.results import Line, Results
+from gpipe_hpc.trainer.figures.results import Results, StepLine
 from gpipe_hpc.trainer.figures.straggling import StragglerDetector
 from gpipe_hpc.trainer.figures.throughput import model_flops_per_s, share_of_peak, tokens_per_sample
 from gpipe_hpc.trainer.figures.trackers import refuse_missing
 from gpipe_hpc.trainer.horizon import last_step
-from gpipe_hpc.trainer.joining import settle_memory
 from gpipe_hpc.trainer.logs import rank_log
-from gpipe_hpc.trainer.one_step import Trained, refuse_non_finite, train_one_step
-from gpipe_hpc.trainer.run.again import command_again
+from gpipe_hpc.trainer.one_step import TrainedStep, refuse_non_finite, train_one_step
 from gpipe_hpc.trainer.run.folder import REQUEUE_FILE
-from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.run.identity import RunIdentity
 from gpipe_hpc.trainer.run.launchers import own_launchers
 from gpipe_hpc.trainer.run.lock import RunLock
 from gpipe_hpc.trainer.run.opening import Refusal, begin, own_folder
+from gpipe_hpc.trainer.run.restart_command import restart_command
 from gpipe_hpc.trainer.session import Session
-from gpipe_hpc.trainer.signals import INTERRUPTED_EXIT_CODE, REQUEUE_EXIT_CODE, Ending, StopRequest
+from gpipe_hpc.trainer.signals import (
+    INTERRUPTED_EXIT_CODE,
+    REQUEUE_EXIT_CODE,
+    ProcessExit,
+    StopRequest,
+)
 from gpipe_hpc.trainer.start import open_session
-from gpipe_hpc.trainer.start.choosing import with_layout
-from gpipe_hpc.trainer.step_edge import (
+from gpipe_hpc.trainer.start.layout_choice import with_layout
+from gpipe_hpc.trainer.start_world import settle_memory
+from gpipe_hpc.trainer.step_boundary import (
     GlobalStepInfo,
     RankStepInfo,
-    StepEdge,
+    StepBoundary,
     TimedStep,
     agree,
     reports_late,
 )
-from gpipe_hpc.trainer.summary.compose import Ended
-from gpipe_hpc.trainer.summary.ledger import Times
+from gpipe_hpc.trainer.summary.compose import RunOutcome
+from gpipe_hpc.trainer.summary.ledger import StepTimings
 from gpipe_hpc.trainer.summary.reporting import Reporter
 from gpipe_hpc.trainer.validation import validate
 from gpipe_hpc.units import bytes_text
@@ -87,13 +92,13 @@ def run_training(
         doubts: warnings about the settings, logged on rank 0.
         words: the command line's settings, for the command that restarts the run.
     """
-    with ExitStack() as stack, telling(world):
-        with together(world, "comparing the settings"):
+    with ExitStack() as stack, broadcast_errors(world):
+        with collective_errors(world, "comparing the settings"):
             check_settings(world, config)
-        with together(world, "preparing the run folder"):
-            launchers = world.everybody.merge_object(own_launchers(), or_)
+        with collective_errors(world, "preparing the run folder"):
+            launchers = world.world_group.merge_object(own_launchers(), or_)
             lock: RunLock | None = None
-            begun: Run | Refusal | None = None
+            begun: RunIdentity | Refusal | None = None
             if world.rank == 0:
                 try:
                     refuse_missing(config.metrics.to)
@@ -101,7 +106,7 @@ def run_training(
                     begun = begin(config, lock, launchers)
                 except (ConfigError, NonFiniteError) as error:
                     begun = Refusal.of(error)
-            told: Run | Refusal = world.everybody.broadcast_object(begun, root=0)
+            told: RunIdentity | Refusal = world.world_group.broadcast_object(begun, root=0)
             if isinstance(told, Refusal):
                 raise told.error
             run = told
@@ -134,14 +139,14 @@ def run_training(
         session = stack.enter_context(closing(opened))
         settle_memory(world.device)
         if copies is not None:
-            stack.enter_context(stop.doing_last(partial(_remove_copies, copies)))
+            stack.enter_context(stop.before_exit(partial(_remove_copies, copies)))
         stack.enter_context(stop.between_steps(config.train.stop_grace_s, lambda: world.doing))
         place = None if copies is None else copies.place
-        look_before_run(config, world, session.planned, place)
+        check_before_run(config, world, session.planned, place)
         return _Loop(session, stop, words, before_bytes).run()
 
 
-def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
+def _copies(config: Config, world: World, run: RunIdentity) -> NeighbourCopies | None:
     """Open the in-memory checkpoints; return None if they are disabled or nothing is trained."""
     if not config.checkpoint.neighbour_every or not run.lineage:
         return None
@@ -167,7 +172,7 @@ def _end_copies(copies: NeighbourCopies, error: BaseException | None) -> None:
         copies.remove()
 
 
-def _remove_copies(copies: NeighbourCopies, ending: Ending) -> None:
+def _remove_copies(copies: NeighbourCopies, ending: ProcessExit) -> None:
     """Remove in-memory checkpoints before an immediate exit by Ctrl-C; else keep them."""
     if ending.code == INTERRUPTED_EXIT_CODE:
         copies.remove()
@@ -192,8 +197,8 @@ class _Loop:
         self._last = max(last_step(session.config.train), self._pipe.steps_done)
         self._validated = -1
         self._outer_sent_bytes = 0
-        with together(session.pipe.world, "comparing the clocks of ranks"):
-            self._edge = StepEdge(session.pipe.everybody)
+        with collective_errors(session.pipe.world, "comparing the clocks of ranks"):
+            self._edge = StepBoundary(session.pipe.world_group)
         self._is_late = reports_late(session.pipe.world.device)
         self._watched = StragglerDetector()
         self._known: TimedStep | None = None  # complete on the device, not yet reported
@@ -202,10 +207,10 @@ class _Loop:
     def run(self) -> int:
         """Train from the session's current step to the last step; return the exit code."""
         pipe, first = self._pipe, self._pipe.steps_done
-        with together(pipe.world, "opening the metrics"):
+        with collective_errors(pipe.world, "opening the metrics"):
             metrics = self._open_metrics() if self._leads else None
         if metrics is None:
-            with telling(pipe.world):
+            with broadcast_errors(pipe.world):
                 return self._steps(None, None)
         log.info("run folder %s", self._session.run_folder)
         log.info("stages:\n%s", pipe.describe())
@@ -215,7 +220,7 @@ class _Loop:
             Progress(first, self._last, self._config.train.log_every) as progress,
         ):
             try:
-                with telling(pipe.world):
+                with broadcast_errors(pipe.world):
                     return self._steps(metrics, progress)
             except BaseException as error:
                 if first < self._last:
@@ -244,7 +249,7 @@ class _Loop:
             done = pipe.steps_done
             self._note_whether_stopped(agreed.is_stopped)
             known = self._scalars(trained, agreed, times) if self._leads else {}
-            self._known = results.add(Line(trained, timed, since, times, known))
+            self._known = results.add(StepLine(trained, timed, since, times, known))
             since = trained.laps.left
             if self._is_saved(done) or self._is_copied(done) or self._validates(done):
                 # Check for NaN before the state of a step is saved.
@@ -253,7 +258,7 @@ class _Loop:
                 self._reporter.review()
                 since = None
             if agreed.is_written:
-                with self._stop.unhurried():
+                with self._stop.without_deadline():
                     stall_s = self._session.finish_save()
                 self._say_stall(metrics, "checkpoint_end_stall_s", stall_s)
                 since = None
@@ -269,8 +274,8 @@ class _Loop:
                 self._reporter.refresh()
                 since = None
         results.settle()
-        pipe.say_what_is_left()
-        self._stop.obey()  # no step boundary follows
+        pipe.log_pending()
+        self._stop.accept()  # no step boundary follows
         if pipe.steps_done > first:
             if pipe.steps_done > saved:
                 self._say_stall(metrics, "checkpoint_stall_s", self._session.save())
@@ -284,31 +289,31 @@ class _Loop:
         if self._is_stopped and self._leads:
             (self._session.run_folder / REQUEUE_FILE).write_text(f"{pipe.steps_done}\n")
         if pipe.steps_done > first:
-            self._reporter.finish(Ended("stopped" if self._is_stopped else "done"))
+            self._reporter.finish(RunOutcome("stopped" if self._is_stopped else "done"))
         elif first and not self._is_stopped:
             self._say_nothing_was_trained()
         return self._leave()
 
     def _poll_stop(self) -> bool:
         """Return whether any rank was asked to stop. Collective."""
-        asked = torch.tensor([float(self._stop.came)])
-        with together(self._pipe.world, "asking whether to stop"):
-            self._pipe.everybody.all_reduce(asked)
+        asked = torch.tensor([float(self._stop.is_requested)])
+        with collective_errors(self._pipe.world, "asking whether to stop"):
+            self._pipe.world_group.all_reduce(asked)
         self._note_whether_stopped(self._is_stopped or asked.item() > 0)
         return self._is_stopped
 
     def _note_whether_stopped(self, is_stopped: bool) -> None:
         self._is_stopped = is_stopped
         if is_stopped:
-            self._stop.obey()
+            self._stop.accept()
 
     def _scalars(
-        self, trained: Trained, agreed: GlobalStepInfo, times: Times | None
+        self, trained: TrainedStep, agreed: GlobalStepInfo, times: StepTimings | None
     ) -> dict[str, float | None]:
         """Return a step's scalars for metrics.jsonl: times, memory, position and counters."""
         pipe, batch = self._pipe, trained.batch
         scalars: dict[str, float | None] = {
-            **(Times.none() if times is None else times.scalars()),
+            **(StepTimings.none() if times is None else times.scalars()),
             "peak_memory_bytes": agreed.peak_memory_bytes,
             "peak_memory_rank": agreed.peak_memory_rank,
             "least_peak_memory_bytes": agreed.least_peak_memory_bytes,
@@ -347,7 +352,7 @@ class _Loop:
         }
         return {name: rate for name, rate in rates.items() if rate is not None}
 
-    def _step(self) -> tuple[Trained, TimedStep, GlobalStepInfo, Times | None]:
+    def _step(self) -> tuple[TrainedStep, TimedStep, GlobalStepInfo, StepTimings | None]:
         """Train one step; return its results, its time marks, facts about all ranks, and times.
 
         The facts are exchanged within the step's all-reduce. On an accelerator, which is still
@@ -365,7 +370,7 @@ class _Loop:
             return RankStepInfo(
                 times,
                 pipe.world.device.memory_peak(),
-                wants_to_stop=self._stop.came,
+                wants_to_stop=self._stop.is_requested,
                 # Whether this rank's part of a background checkpoint is written.
                 has_written=self._session.saver.is_done,
                 origin_s=origin_s if before is None or not is_late else before.origin_s,
@@ -377,20 +382,20 @@ class _Loop:
         if not is_late:
             refuse_non_finite(self._session, trained)
         self._say_skipped(trained.result)
-        with together(pipe.world, "the step boundary"):
+        with collective_errors(pipe.world, "the step boundary"):
             if self._session.lock is not None:
                 self._session.lock.check()
-        assert trained.result.told is not None, "every step exchanges these facts"
-        agreed = agree(trained.result.told, pipe.world.size)
+        assert trained.result.rank_summary is not None, "every step exchanges these facts"
+        agreed = agree(trained.result.rank_summary, pipe.world.size)
         edge.leave(trained.result.synced_at_s)
         this = TimedStep(pipe.steps_done, pipe.last_step_marks(), trained.laps, origin_s)
         timed = before if is_late else this
         if timed is None:
             return trained, this, agreed, None
-        self._reporter.hold(timed, agreed.pipeline_s)
+        self._reporter.record_step(timed, agreed.pipeline_s)
         self._watch(timed, agreed)
         spent = timed.laps.spent(agreed.pipeline_s)
-        times = Times(agreed.pipeline_s, agreed.bubble, spent)
+        times = StepTimings(agreed.pipeline_s, agreed.bubble, spent)
         return trained, this, agreed, times
 
     def _watch(self, timed: TimedStep, agreed: GlobalStepInfo) -> None:
@@ -435,7 +440,7 @@ class _Loop:
     def _save(self) -> float:
         """Save a checkpoint, in the background if configured; return the seconds waited."""
         session = self._session
-        with self._stop.unhurried():
+        with self._stop.without_deadline():
             return session.start_save() if self._config.checkpoint.in_background else session.save()
 
     def _say_stall(self, metrics: Metrics | None, name: str, seconds: float) -> None:
@@ -509,7 +514,7 @@ class _Loop:
                 last_step(train),
             )
 
-    def _warn_of_memory(self, foreseen: Foresight) -> None:
+    def _warn_of_memory(self, foreseen: RunForecast) -> None:
         pipeline = self._config.pipeline
         limits = memory_limits(self._pipe.request)
         if limits is None:
@@ -538,8 +543,8 @@ class _Loop:
             by = self._stop.signal.name if self._stop.signal else "a signal to another rank"
             text = (
                 f"stopped by {by} after step {done}; to continue, start this run again:\n"
-                f"    {command_again(folder, self._words)}"
+                f"    {restart_command(folder, self._words)}"
             )
             log.warning("%s", text)
-            tell_torchrun(text, is_cause=True)
+            write_torchrun_error(text, is_cause=True)
         return REQUEUE_EXIT_CODE

@@ -12,7 +12,7 @@ from gpipe_hpc.planner import Example
 from gpipe_hpc.planner.cluster_file import read_cluster
 from gpipe_hpc.planner.costs.calibration import Calibration, read_calibration
 from gpipe_hpc.planner.costs.prices import FREE as FREE_PRICES
-from gpipe_hpc.planner.costs.prices import Pass, Prices, check_prices, read_prices
+from gpipe_hpc.planner.costs.prices import PassCost, Prices, check_prices, read_prices
 from gpipe_hpc.planner.costs.rates import Rates, measured_rates
 from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planner.request import Request
@@ -68,11 +68,17 @@ def prices_of(config: Config, device: Device) -> Prices:
     if path is not None:
         found = read_prices(path)
         _doubts_of_prices(found, path, config, device)
-        return replace(found, update=Pass(), norm=Pass()) if _compares(config, found) else found
+        return (
+            replace(found, update=PassCost(), norm=PassCost())
+            if _compares(config, found)
+            else found
+        )
     known = calibration_of(config)
     if known is None:
         return FREE_PRICES
-    return known.prices if _has_optimizer(known, config) else replace(known.prices, update=Pass())
+    return (
+        known.prices if _has_optimizer(known, config) else replace(known.prices, update=PassCost())
+    )
 
 
 def process_bytes_of(config: Config, device: Device) -> int:

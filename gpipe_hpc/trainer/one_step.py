@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from gpipe_hpc.comm.world.world import telling
+from gpipe_hpc.comm.world.world import broadcast_errors
 from gpipe_hpc.data.batches import Batch
-from gpipe_hpc.device.deferred import AsyncHostTensor, Mark, seconds_between, take_mark
+from gpipe_hpc.device.deferred import AsyncHostTensor, Mark, record_mark, seconds_between
 from gpipe_hpc.engine import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.optim.lr import lr_at, set_lr
 from gpipe_hpc.trainer.session import Session
-from gpipe_hpc.trainer.traces.files import Around
+from gpipe_hpc.trainer.traces.files import OutsideActivity
 
 
-class Spent(NamedTuple):
+class StepPartTimes(NamedTuple):
     """Time of the parts of a step on this rank, in seconds.
 
     Args:
@@ -34,7 +34,7 @@ class Spent(NamedTuple):
     optimizer_s: float
 
 
-class Laps(NamedTuple):
+class StepTimestamps(NamedTuple):
     """Time marks between the parts of a step; on an accelerator, reading them synchronizes.
 
     `left` marks the end of the step, after `Pipeline.outer_step`.
@@ -48,11 +48,11 @@ class Laps(NamedTuple):
     stepped: Mark
     left: Mark
 
-    def spent(self, pipeline_s: float) -> Spent:
+    def spent(self, pipeline_s: float) -> StepPartTimes:
         """Return the seconds of each part of a step, given the pipeline time of all ranks."""
         reading_s = seconds_between(self.began, self.read)
         behind_s = seconds_between(self.read, self.piped) - pipeline_s
-        return Spent(
+        return StepPartTimes(
             reading_s,
             max(0.0, reading_s + min(0.0, behind_s)),  # other ranks began while this one read
             max(0.0, behind_s),
@@ -60,7 +60,7 @@ class Laps(NamedTuple):
             seconds_between(self.clipped, self.stepped),
         )
 
-    def moments(self) -> tuple[Around, ...]:
+    def moments(self) -> tuple[OutsideActivity, ...]:
         """Return this rank's activities outside the pipeline, with host times in seconds.
 
         Empty on an accelerator, whose marks use the device's clock.
@@ -71,13 +71,13 @@ class Laps(NamedTuple):
             ("optimizer", self.clipped, self.stepped),
         )
         return tuple(
-            Around(name, start, end)
+            OutsideActivity(name, start, end)
             for name, start, end in spans
             if isinstance(start, float) and isinstance(end, float)
         )
 
 
-class Trained(NamedTuple):
+class TrainedStep(NamedTuple):
     """Inputs and results of a training step.
 
     `step` counts from 1. `norm` is the gradient norm before clipping, still being copied to the
@@ -89,7 +89,7 @@ class Trained(NamedTuple):
     result: StepResult
     lr: float
     norm: AsyncHostTensor | None
-    laps: Laps
+    laps: StepTimestamps
 
     @property
     def grad_norm(self) -> float | None:
@@ -101,7 +101,7 @@ def train_one_step(
     session: Session,
     look: Callable[[], None] | None = None,
     tell: Callable[[], Sequence[float]] | None = None,
-) -> Trained:
+) -> TrainedStep:
     """Train on the next batch: forward, backward, clipping, optimizer step, outer step.
 
     Args:
@@ -110,7 +110,7 @@ def train_one_step(
         tell: see `Pipeline.step`.
     """
     pipe, config = session.pipe, session.config
-    mark = partial(take_mark, pipe.world.device)
+    mark = partial(record_mark, pipe.world.device)
     began = mark()
     batch = session.next_batch()
     read = mark()
@@ -125,15 +125,15 @@ def train_one_step(
     lr = _lr(session, batch, result)
     set_lr(session.optimizer, lr)
     where = "the optimizer's step"
-    with telling(pipe.world, where), pipe.telling_of_memory(where):
+    with broadcast_errors(pipe.world, where), pipe.explain_memory_errors(where):
         session.optimizer.step()
     stepped = mark()
     pipe.outer_step()
     if pipe.steps_done == config.train.steps:
         pipe.unite_replicas()
-    laps = Laps(began, read, piped, looked, clipped, stepped, mark())
+    laps = StepTimestamps(began, read, piped, looked, clipped, stepped, mark())
     session.position = batch.position
-    return Trained(pipe.steps_done, batch, result, lr, norm, laps)
+    return TrainedStep(pipe.steps_done, batch, result, lr, norm, laps)
 
 
 def _lr(session: Session, batch: Batch, result: StepResult) -> float:
@@ -145,7 +145,7 @@ def _lr(session: Session, batch: Batch, result: StepResult) -> float:
     return adascale.rate(partial(lr_at, config=config))
 
 
-def refuse_non_finite(session: Session, trained: Trained) -> None:
+def refuse_non_finite(session: Session, trained: TrainedStep) -> None:
     """Raise NonFiniteError, on every rank, if a step's loss or gradient norm is not finite."""
     pipe, result, step = session.pipe, trained.result, trained.step
     if not math.isfinite(result.loss):

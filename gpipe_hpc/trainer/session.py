@@ -12,7 +12,7 @@ import torch
 
 from gpipe_hpc.checkpoint import BackgroundSaver
 from gpipe_hpc.checkpoint.in_memory import NeighbourCopies
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.data import (
     CorruptTally,
     DataFacts,
@@ -28,7 +28,7 @@ from gpipe_hpc.data.position import IDENTITY
 from gpipe_hpc.optim.large_batch.adascale import AdaScale
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planner.forecast import RankForecast
-from gpipe_hpc.planner.foresight import Foresight
+from gpipe_hpc.planner.run_forecast import RunForecast
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.horizon import last_step
 from gpipe_hpc.trainer.run.changed_settings import SETTINGS, settings_of
@@ -66,7 +66,7 @@ class Session:
     saver: BackgroundSaver
     copies: NeighbourCopies | None = None  # in-memory checkpoints, if enabled
     baseline: float | None = None  # loss of a trivial prediction, on rank 0, if known
-    foreseen: Foresight | None = None  # forecast, on rank 0, if the layers can be counted
+    foreseen: RunForecast | None = None  # forecast, on rank 0, if the layers can be counted
     planned: RankForecast | None = None  # memory forecast of this rank, if known
     position: int = 0  # samples consumed since the start of the run
     adascale: AdaScale | None = None
@@ -174,11 +174,11 @@ class Session:
         return seconds
 
     def _check_lock(self) -> None:
-        with together(self.pipe.world, "saving"):
+        with collective_errors(self.pipe.world, "saving"):
             if self.lock is not None:
                 self.lock.check(looks=True)
 
     def _prune(self) -> None:
-        with together(self.pipe.world, "removing old checkpoints"):
+        with collective_errors(self.pipe.world, "removing old checkpoints"):
             if self.pipe.world.rank == 0:
                 self.checkpoints.prune()

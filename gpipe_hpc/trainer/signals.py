@@ -32,7 +32,7 @@ _ONE_PRESS_S: Final = 0.5
 """Seconds within which two SIGINT are one Ctrl-C, sent by the terminal and by a launcher."""
 
 
-class _Part(Enum):
+class _RunPhase(Enum):
     """Phase of a run."""
 
     START = "before the first step"
@@ -40,7 +40,7 @@ class _Part(Enum):
     END = "after the last step"
 
 
-class Ending(NamedTuple):
+class ProcessExit(NamedTuple):
     """Exit code of a process that exits immediately, and a message that names its rank."""
 
     code: int
@@ -50,16 +50,16 @@ class Ending(NamedTuple):
 class StopRequest:
     """Handler of signals that ask this process to stop, at the next step boundary or at once.
 
-    Before an immediate exit, registered callbacks (`doing_last`) run for at most `grace_s` seconds.
+    Before an immediate exit, registered callbacks (`before_exit`) run for at most `grace_s` s.
     """
 
     def __init__(self, grace_s: float = 5.0) -> None:
         self.signal: signal.Signals | None = None
-        self._part = _Part.START
+        self._part = _RunPhase.START
         self._edge_limit_s: float | None = None
         self._doing: Callable[[], str] = lambda: "a step"
         self._is_obeyed = self._is_unhurried = False
-        self._at_last: list[Callable[[Ending], object]] = []
+        self._at_last: list[Callable[[ProcessExit], object]] = []
         self._grace_s = grace_s
         self._came_s = 0.0
         self._term_s: float | None = None
@@ -81,7 +81,7 @@ class StopRequest:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     @property
-    def came(self) -> bool:
+    def is_requested(self) -> bool:
         """Return whether this process was asked to stop."""
         return self.signal is not None
 
@@ -120,24 +120,24 @@ class StopRequest:
             doing: returns the current activity for the message; called by any thread.
         """
         self._edge_limit_s, self._doing = edge_limit_s, doing
-        self._part = _Part.STEPS
+        self._part = _RunPhase.STEPS
         try:
             yield
         finally:
-            self._part = _Part.END
+            self._part = _RunPhase.END
 
     def await_signal(self, limit_s: float) -> None:
         """Wait until this process is asked to stop, but at most `limit_s` seconds."""
         deadline = time.monotonic() + limit_s
-        while not self.came and time.monotonic() < deadline:
+        while not self.is_requested and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def obey(self) -> None:
+    def accept(self) -> None:
         """Record that the loop is ending, which suspends the time limit after SIGTERM."""
         self._is_obeyed = True
 
     @contextmanager
-    def unhurried(self) -> Iterator[None]:
+    def without_deadline(self) -> Iterator[None]:
         """Context manager, for example for a save, that suspends the time limit after SIGTERM."""
         self._is_unhurried = True
         try:
@@ -145,12 +145,12 @@ class StopRequest:
         finally:
             self._is_unhurried = False
 
-    def start_again(self) -> None:
+    def reset(self) -> None:
         """Reset the phase for another run in this process."""
-        self._part, self._has_failed = _Part.START, None
+        self._part, self._has_failed = _RunPhase.START, None
 
     @contextmanager
-    def doing_last(self, do: Callable[[Ending], object]) -> Iterator[None]:
+    def before_exit(self, do: Callable[[ProcessExit], object]) -> Iterator[None]:
         """Register a callback to run before an immediate exit; the last registered runs first.
 
         The callback runs in another thread and must not need a lock that the main thread may hold.
@@ -178,7 +178,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         with self._taking:
             self._take_all()
-            if not self.came:  # other code has replaced the wakeup file descriptor
+            if not self.is_requested:  # other code has replaced the wakeup file descriptor
                 self._take(number)
 
     def _listen(self) -> None:
@@ -207,7 +207,7 @@ class StopRequest:
 
     def _is_late(self) -> bool:
         limit_s, began_s = self._edge_limit_s, self._term_s
-        if limit_s is None or began_s is None or self._part is not _Part.STEPS:
+        if limit_s is None or began_s is None or self._part is not _RunPhase.STEPS:
             return False
         if self._is_obeyed or self._is_unhurried:
             return False
@@ -227,19 +227,19 @@ class StopRequest:
     def _take(self, number: int) -> None:
         now_s = time.monotonic()
         is_interrupt = number == signal.SIGINT
-        is_repeated = self.came and now_s - self._came_s > _ONE_PRESS_S
-        if is_interrupt and (is_repeated or self._part is not _Part.STEPS):
-            is_early = self._part is _Part.START and not is_repeated
+        is_repeated = self.is_requested and now_s - self._came_s > _ONE_PRESS_S
+        if is_interrupt and (is_repeated or self._part is not _RunPhase.STEPS):
+            is_early = self._part is _RunPhase.START and not is_repeated
             when = "before the first step, so nothing is lost" if is_early else "now"
             self._end_at_once(f"interrupted: ends {when}", INTERRUPTED_EXIT_CODE)
         name = signal.Signals(number).name
-        if not is_interrupt and self._part is _Part.START and not self._knows_of_failure():
+        if not is_interrupt and self._part is _RunPhase.START and not self._knows_of_failure():
             words = f"stopped by {name} before the first step, so nothing is lost"
             code = 128 + number if self._has_failed is None else REQUEUE_EXIT_CODE
             self._end_at_once(words, code)
         if number == signal.SIGTERM and self._term_s is None and not self._knows_of_failure():
             self._term_s = now_s
-        if not self.came:
+        if not self.is_requested:
             self.signal, self._came_s = signal.Signals(number), now_s
             if is_interrupt:
                 _say("stopping after this step, with a checkpoint; press Ctrl-C again to exit now")
@@ -251,13 +251,13 @@ class StopRequest:
             _say(words)
         else:
             _write(f"gpipe_hpc: {named}\n")
-        ending = Ending(code, named)
+        ending = ProcessExit(code, named)
         last = threading.Thread(target=self._do_at_last, args=(ending,), daemon=True)
         last.start()
         last.join(self._grace_s)
         os._exit(code)
 
-    def _do_at_last(self, ending: Ending) -> None:
+    def _do_at_last(self, ending: ProcessExit) -> None:
         for do in reversed(self._at_last):
             do(ending)
 

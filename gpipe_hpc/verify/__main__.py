@@ -2,7 +2,7 @@
 
 import sys
 
-from gpipe_hpc.config import ExitCode, Job, run_jobs, say_error
+from gpipe_hpc.config import CommandJob, ExitCode, print_error, run_jobs
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.verify.run import verify
 
@@ -18,11 +18,11 @@ def main() -> None:
     sys.exit(run_jobs(_task, "verify"))
 
 
-def _task(job: Job) -> int:
+def _task(job: CommandJob) -> int:
     try:
         report = verify(job.config)
     except GpipeError as error:
-        return say_error(error)
+        return print_error(error)
     if report is None:
         return ExitCode.DONE
     print(report)

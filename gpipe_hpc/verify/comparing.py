@@ -17,7 +17,7 @@ class Verdict(IntEnum):
 
 
 @dataclass
-class Compared:
+class TensorComparison:
     """Result of comparing all tensors of one kind: their number and the largest difference."""
 
     what: str
@@ -78,17 +78,17 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """Results of all comparisons over all steps, one line per kind of tensor."""
 
     heading: str
-    lines: dict[str, Compared] = field(default_factory=dict)
+    lines: dict[str, TensorComparison] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     first: str = ""  # location of the first difference
 
-    def line(self, what: str) -> Compared:
+    def line(self, what: str) -> TensorComparison:
         """Return the result for one kind of tensor, added if it is new."""
-        return self.lines.setdefault(what, Compared(what))
+        return self.lines.setdefault(what, TensorComparison(what))
 
     @property
     def is_same(self) -> bool:
@@ -104,7 +104,7 @@ class Report:
 
 
 def add_all(
-    line: Compared,
+    line: TensorComparison,
     ours: Mapping[str, Tensor | None],
     theirs: Mapping[str, Tensor | None],
     bounds: Mapping[str, float],

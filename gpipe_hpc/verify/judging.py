@@ -16,9 +16,9 @@ from gpipe_hpc.pytree import Nest, flatten, map_tensors, tensors_of, unflatten
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.session import Session
 from gpipe_hpc.trainer.start import loss_of
-from gpipe_hpc.verify.comparing import Compared, Report, Verdict, add_all
-from gpipe_hpc.verify.plain import AUTOCAST, Layout, PlainStep, PlainTraining
-from gpipe_hpc.verify.watching import Kind, Observations
+from gpipe_hpc.verify.comparing import TensorComparison, Verdict, VerifyReport, add_all
+from gpipe_hpc.verify.plain import AUTOCAST, PlainLayout, PlainStep, PlainTraining
+from gpipe_hpc.verify.watching import Observations, TensorKind
 
 Facts = dict[str, Any]
 """Results that a rank reports of a step, see `run_step`."""
@@ -39,7 +39,7 @@ class Part:
     tensor: Tensor
 
 
-class Judge:
+class LayoutComparison:
     """Comparison of a layout with the plain training, which it runs; results are in `report`."""
 
     def __init__(self, config: Config, session: Session, start: Sequence[Facts]) -> None:
@@ -52,7 +52,7 @@ class Judge:
         self._plain = PlainTraining(
             layers,
             loss_fn,
-            Layout(
+            PlainLayout(
                 tuple(pipe.layout.of(replica).schedule for replica in range(pipe.mesh.replicas)),
                 tuple(pipe.partition.counts),
             ),
@@ -62,7 +62,7 @@ class Judge:
             device=pipe.world.device,
         )
         self._optimizer = build_optimizer(self._plain.parameters.items(), config.optimizer)
-        self.report = Report(_heading(config, pipe))
+        self.report = VerifyReport(_heading(config, pipe))
         self.observed = Observations()
         self._pieces: list[Piece] = []
         self._uncut: list[Piece] = []  # the undivided batch of each replica
@@ -112,7 +112,7 @@ class Judge:
         return self.report.is_same
 
     def _watch(self, layer: int, g: int, nest: Nest) -> None:
-        self.observed.watch(Kind.OUTPUT, layer, g, nest)
+        self.observed.watch(TensorKind.OUTPUT, layer, g, nest)
         if layer == len(self.layer_names) - 1:
             self._outputs.append(map_tensors(lambda tensor: tensor.detach(), nest))
 
@@ -131,7 +131,7 @@ class Judge:
         """Compare the loss summed over micro-batches with that of the whole batch."""
         low = AUTOCAST.get(self._config.train.precision)
         slack = _ONE_SUM * self._slack if low is None else 4 * torch.finfo(low).eps
-        line = Compared("loss of the whole batch at once")
+        line = TensorComparison("loss of the whole batch at once")
         for step, (pieces, whole) in enumerate(self._whole):
             if whole is not None:
                 name = f"step {step + 1}: {pieces:.6g} in micro-batches, {whole:.6g} at once"

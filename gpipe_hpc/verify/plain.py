@@ -53,7 +53,7 @@ AUTOCAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlainLayout:
     """Partition and schedules: the properties of a layout that determine sums and state."""
 
     schedules: tuple[Schedule, ...]
@@ -98,7 +98,7 @@ class Layout:
 
 
 @dataclass
-class Sum:
+class GradientSum:
     """Gradient of a parameter on one rank, accumulated in the order of the schedule."""
 
     order: Sequence[int]
@@ -149,7 +149,7 @@ class PlainTraining:
         self,
         layers: Sequence[Layer],
         loss_fn: Callable[[Any, Any], Any],
-        layout: Layout,
+        layout: PlainLayout,
         *,
         seed: int,
         precision: str,
@@ -242,14 +242,14 @@ class PlainTraining:
             watcher: called with the output of each layer.
         """
         self._statistics.begin()
-        terms: list[_Terms] = []
-        sums: dict[str, dict[Strand, Sum]] = self._sums()
+        terms: list[_LossTerms] = []
+        sums: dict[str, dict[Strand, GradientSum]] = self._sums()
         in_order: dict[str, Tensor] = {}
         magnitudes: dict[str, Tensor] = {}
         for g, (inputs, targets, size) in enumerate(pieces):
             for parameter in self.parameters.values():
                 parameter.grad = None
-            terms.append(_Terms())
+            terms.append(_LossTerms())
             if size:
                 with self._generators_restored():
                     terms[-1] = self._forward(g, inputs, targets, size, watcher)
@@ -279,9 +279,9 @@ class PlainTraining:
         return PlainStep(
             *_loss(terms, weight, is_sum=self._is_sum),
             _sum_in_order(each.main for each in terms) / weight if weight else 0.0,
-            {name: g if g is None else self._device.fetch(g) for name, g in gradients.items()},
-            {name: self._device.fetch(each) for name, each in in_order.items()},
-            {name: self._device.fetch(each) for name, each in magnitudes.items()},
+            {name: g if g is None else self._device.to_host(g) for name, g in gradients.items()},
+            {name: self._device.to_host(each) for name, each in in_order.items()},
+            {name: self._device.to_host(each) for name, each in magnitudes.items()},
             is_skipped=is_skipped,
         )
 
@@ -289,17 +289,19 @@ class PlainTraining:
         self, pieces: Sequence[tuple[Nest, Nest, int]], watcher: Watcher | None = None
     ) -> float:
         """Return the loss of a global batch in evaluation mode."""
-        terms: list[_Terms] = []
+        terms: list[_LossTerms] = []
         with self._generators_restored(), self._evaluating(), torch.no_grad():
             for g, (inputs, targets, size) in enumerate(pieces):
-                terms.append(self._forward(g, inputs, targets, size, watcher) if size else _Terms())
+                terms.append(
+                    self._forward(g, inputs, targets, size, watcher) if size else _LossTerms()
+                )
         weight = 1.0 if self._is_sum else _sum_in_order(each.weight for each in terms)
         return _loss(terms, weight, is_sum=self._is_sum)[0]
 
     def _forward(
         self, g: int, inputs: Nest, targets: Nest, size: int, watcher: Watcher | None
-    ) -> "_Terms":
-        bring = self._device.bring
+    ) -> "_LossTerms":
+        bring = self._device.to_device
         # The first layer may modify its input in place.
         nest: Any = map_tensors(lambda tensor: bring(tensor.clone()), inputs)
         stashed: dict[str, Any] = {}
@@ -319,7 +321,7 @@ class PlainTraining:
             further |= reports.take().losses
         known = torch_loss(self._loss_fn)
         weight = float(size if known is None else known.weight_of(given, size))
-        return _Terms.of(value, weight, further, is_sum=self._is_sum)
+        return _LossTerms.of(value, weight, further, is_sum=self._is_sum)
 
     def whole_loss(self, outputs: Nest, targets: Nest) -> float | None:
         """Return the loss of a whole batch in one call; None if the loss draws random numbers."""
@@ -328,7 +330,7 @@ class PlainTraining:
             loss_fn = copy.deepcopy(loss_fn)
         with self._generators_restored(), torch.no_grad(), self._casting(), reporting(Reports()):
             before = [generator.get_state() for generator in self._device.generators()]
-            value = loss_fn(outputs, map_tensors(self._device.bring, targets))
+            value = loss_fn(outputs, map_tensors(self._device.to_device, targets))
             after = [generator.get_state() for generator in self._device.generators()]
         if not all(map(torch.equal, before, after)):
             return None
@@ -350,14 +352,16 @@ class PlainTraining:
         dtype = AUTOCAST.get(self._precision)
         return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
 
-    def _sums(self) -> dict[str, dict[Strand, Sum]]:
+    def _sums(self) -> dict[str, dict[Strand, GradientSum]]:
         orders = {
             (stage, strand): self.layout.order(stage, strand)
             for stage in set(self._stage_of)
             for strand in self.layout.strands(stage)
         }
         return {
-            name: {strand: Sum(orders[stage, strand]) for strand in self.layout.strands(stage)}
+            name: {
+                strand: GradientSum(orders[stage, strand]) for strand in self.layout.strands(stage)
+            }
             for name, stage in self._stage_of_parameter.items()
         }
 
@@ -405,7 +409,7 @@ class PlainTraining:
 
 
 @dataclass
-class _Terms:
+class _LossTerms:
     """Loss terms of one micro-batch: tensors to run backward from, their values, the weight."""
 
     roots: list[Tensor] = field(default_factory=list)
@@ -416,7 +420,7 @@ class _Terms:
     @classmethod
     def of(
         cls, value: Any, weight: float, further: Mapping[str, Tensor], *, is_sum: bool = False
-    ) -> "_Terms":
+    ) -> "_LossTerms":
         """Interpret a loss function's return value: a mean, a sum, or (sum, weight)."""
         if isinstance(value, tuple):
             pair = value[:2]
@@ -472,7 +476,7 @@ def unite(
 
 
 def _loss(
-    terms: Sequence[_Terms], weight: float, *, is_sum: bool = False
+    terms: Sequence[_LossTerms], weight: float, *, is_sum: bool = False
 ) -> tuple[float, list[float]]:
     """Return the loss of the step and that of each micro-batch, summed in global order."""
     main = _sum_in_order(each.main for each in terms)
@@ -507,7 +511,7 @@ def _divide(gradient: Tensor, divisor: Tensor) -> None:
     gradient.copy_(gradient.float() / number if is_low else gradient / number)
 
 
-def _sum_over_ranks(by_strand: Mapping[Strand, Sum]) -> Tensor | None:
+def _sum_over_ranks(by_strand: Mapping[Strand, GradientSum]) -> Tensor | None:
     """Sum the gradients of all ranks, in order of world rank."""
     totals = [each.total for _, each in sorted(by_strand.items()) if each.total is not None]
     if not totals:

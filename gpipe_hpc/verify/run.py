@@ -15,7 +15,7 @@ from torch import Tensor
 from gpipe_hpc.comm.world.launcher import detect_launch
 from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.comm.world.world import World
-from gpipe_hpc.config import build_target, check_config, filled, ranks_to_come
+from gpipe_hpc.config import build_target, check_config, filled, num_planned_ranks
 from gpipe_hpc.device.device import device_of_rank
 from gpipe_hpc.device.host.host_memory import free_bytes
 from gpipe_hpc.errors import ConfigError
@@ -23,18 +23,18 @@ from gpipe_hpc.models import count_parameters, normalise_layers
 from gpipe_hpc.pytree import Nest, map_tensors
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.horizon import last_step
-from gpipe_hpc.trainer.joining import join_world
 from gpipe_hpc.trainer.one_step import train_one_step
-from gpipe_hpc.trainer.run.identity import UNRECORDED, Run
+from gpipe_hpc.trainer.run.identity import UNRECORDED, RunIdentity
 from gpipe_hpc.trainer.session import Session
 from gpipe_hpc.trainer.start import open_session
-from gpipe_hpc.verify.comparing import Report
-from gpipe_hpc.verify.judging import Facts, Judge, Part
+from gpipe_hpc.trainer.start_world import join_world
+from gpipe_hpc.verify.comparing import VerifyReport
+from gpipe_hpc.verify.judging import Facts, LayoutComparison, Part
 from gpipe_hpc.verify.watching import (
     WORDS,
     Observations,
-    Place,
-    Seen,
+    RecordedTensor,
+    TensorPlace,
     first_difference,
     watch_pipeline,
 )
@@ -42,7 +42,7 @@ from gpipe_hpc.verify.watching import (
 DEFAULT_STAGES: Final = 2
 
 
-def verify(config: Config) -> Report | None:
+def verify(config: Config) -> VerifyReport | None:
     """Run the layout and the plain training; return the report on rank 0, None elsewhere.
 
     Without a launcher, the ranks are threads of this process, as many as the layout needs (two
@@ -62,7 +62,7 @@ def verify(config: Config) -> Report | None:
                 f"pipeline.stages and replicas"
             )
         return verify_rank(settings, join_world(config))
-    size = ranks_to_come(settings, DEFAULT_STAGES)
+    size = num_planned_ranks(settings, DEFAULT_STAGES)
     reports = run_on_threads(
         size,
         lambda world: verify_rank(settings, world),
@@ -79,7 +79,7 @@ def own_settings(config: Config, world_size: int) -> Config:
         pipeline = replace(pipeline, stages=DEFAULT_STAGES)
     checkpoint = replace(config.checkpoint, resume="never")
     settings = replace(config, pipeline=pipeline, checkpoint=checkpoint)
-    size = world_size if world_size > 1 else ranks_to_come(settings, DEFAULT_STAGES)
+    size = world_size if world_size > 1 else num_planned_ranks(settings, DEFAULT_STAGES)
     _check_comparable(filled(settings, size))
     check_config(settings, size)
     if min(last_step(settings.train), config.verify.steps) < 1:
@@ -126,7 +126,7 @@ def _check_room(config: Config) -> None:
         )
 
 
-def verify_rank(config: Config, world: World) -> Report | None:
+def verify_rank(config: Config, world: World) -> VerifyReport | None:
     """Run the comparison on one rank; return the report on rank 0, None elsewhere.
 
     `config` is the result of `own_settings`.
@@ -145,7 +145,7 @@ def verify_rank(config: Config, world: World) -> Report | None:
 def _scratch(world: World) -> Iterator[Path]:
     """Yield a temporary folder that all ranks share; rank 0 removes it on exit."""
     own = tempfile.mkdtemp(prefix="gpipe_hpc_verify_") if world.rank == 0 else None
-    folder = Path(world.everybody.broadcast_object(own, root=0))
+    folder = Path(world.world_group.broadcast_object(own, root=0))
     try:
         yield folder
     finally:
@@ -153,30 +153,32 @@ def _scratch(world: World) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, int | None]:
+def _compare(
+    config: Config, world: World, folder: Path
+) -> tuple[LayoutComparison | None, int | None]:
     """Run and compare the steps; return the judge (rank 0 only) and the first different step."""
     num_steps = min(last_step(config.train), config.verify.steps)
     with closing(
-        open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
+        open_session(config, world, RunIdentity(folder, UNRECORDED, is_repeated=False), None)
     ) as session:
-        start = world.everybody.all_gather_object(_start_facts(session))
-        judge = Judge(config, session, start) if world.rank == 0 else None
+        start = world.world_group.all_gather_object(_start_facts(session))
+        judge = LayoutComparison(config, session, start) if world.rank == 0 else None
         facts: Facts = {}
         for step in range(num_steps):
             facts = run_step(session)
-            gathered = world.everybody.all_gather_object(facts)
+            gathered = world.world_group.all_gather_object(facts)
             is_same = judge.step(gathered) if judge is not None else None
-            if not world.everybody.broadcast_object(is_same, root=0):
+            if not world.world_group.broadcast_object(is_same, root=0):
                 return judge, step
         path = session.pipe.save(folder / "checkpoint", session.optimizer)
         saved = checkpoint_state(session)
         loss = session.pipe.evaluate(facts["own_inputs"], facts["own_targets"]).loss
     with closing(
-        open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
+        open_session(config, world, RunIdentity(folder, UNRECORDED, is_repeated=False), None)
     ) as fresh:
         fresh.pipe.load(path, fresh.optimizer)
         loaded = checkpoint_state(fresh)
-    states = world.everybody.all_gather_object((saved, loaded))
+    states = world.world_group.all_gather_object((saved, loaded))
     if judge is not None:
         judge.end(loss, states)
     return judge, None
@@ -254,17 +256,19 @@ def checkpoint_state(session: Session) -> dict[str, Any]:
     return state
 
 
-def _locate(config: Config, world: World, folder: Path, step: int, judge: Judge | None) -> str:
+def _locate(
+    config: Config, world: World, folder: Path, step: int, judge: LayoutComparison | None
+) -> str:
     """Repeat the run up to the step that differs and describe where the first difference is."""
     with closing(
-        open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
+        open_session(config, world, RunIdentity(folder, UNRECORDED, is_repeated=False), None)
     ) as session:
         for _ in range(step):
             run_step(session)
         own = watch_pipeline(session.pipe)
         run_step(session)
     # The hooks end with the session, which discards its pipeline.
-    everybody = world.everybody.all_gather_object(dict(own.seen))
+    everybody = world.world_group.all_gather_object(dict(own.seen))
     if judge is None:
         return ""
     ours = Observations()
@@ -274,7 +278,9 @@ def _locate(config: Config, world: World, folder: Path, step: int, judge: Judge 
     return f"step {step + 1}, {_where(found, judge)}"
 
 
-def _where(found: tuple[Place, Seen, Seen] | None, judge: Judge) -> str:
+def _where(
+    found: tuple[TensorPlace, RecordedTensor, RecordedTensor] | None, judge: LayoutComparison
+) -> str:
     if found is None:
         return (
             f"first seen in {judge.first_line} ({judge.first_name}); no layer's output, recomputed "

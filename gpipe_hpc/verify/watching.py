@@ -14,7 +14,7 @@ from gpipe_hpc.pytree import Nest, tensors_of
 from gpipe_hpc.schedule import Action, Op
 
 
-class Kind(IntEnum):
+class TensorKind(IntEnum):
     """The kind of a recorded tensor, in the order in which a difference propagates."""
 
     OUTPUT = 0
@@ -23,22 +23,22 @@ class Kind(IntEnum):
 
 
 WORDS: Final = {
-    Kind.OUTPUT: "its output",
-    Kind.OUTPUT_AGAIN: "its output when it was recomputed (R)",
-    Kind.GRADIENT: "the gradient of its output",
+    TensorKind.OUTPUT: "its output",
+    TensorKind.OUTPUT_AGAIN: "its output when it was recomputed (R)",
+    TensorKind.GRADIENT: "the gradient of its output",
 }
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Identifier of a recorded tensor; `tensor` is its index within the output of the layer."""
 
-    kind: Kind
+    kind: TensorKind
     microbatch: int
     layer: int
     tensor: int
 
 
-class Seen(NamedTuple):
+class RecordedTensor(NamedTuple):
     """A recorded tensor: a hash of its bits, and its norm and shape for messages."""
 
     digest: str
@@ -50,18 +50,18 @@ class Observations:
     """The recorded tensors of one step."""
 
     def __init__(self) -> None:
-        self.seen: dict[Place, Seen] = {}
+        self.seen: dict[TensorPlace, RecordedTensor] = {}
 
-    def watch(self, kind: Kind, layer: int, microbatch: int, output: Nest) -> None:
+    def watch(self, kind: TensorKind, layer: int, microbatch: int, output: Nest) -> None:
         """Record a layer's output now, and its gradient when the backward computes it."""
         for number, tensor in enumerate(tensors_of(output)):
-            self.seen[Place(kind, microbatch, layer, number)] = _seen(tensor)
+            self.seen[TensorPlace(kind, microbatch, layer, number)] = _seen(tensor)
             if tensor.requires_grad:
-                place = Place(Kind.GRADIENT, microbatch, layer, number)
+                place = TensorPlace(TensorKind.GRADIENT, microbatch, layer, number)
                 register: Any = tensor.register_hook  # untyped in torch
                 register(partial(self._note, place))
 
-    def _note(self, place: Place, gradient: Tensor) -> None:
+    def _note(self, place: TensorPlace, gradient: Tensor) -> None:
         self.seen[place] = _seen(gradient)
 
 
@@ -84,14 +84,16 @@ def _hook(
     def note(module: nn.Module, given: Any, output: Any) -> None:
         action = pipe.world.activity
         if isinstance(action, Action) and action.microbatch is not None:
-            kind = Kind.OUTPUT_AGAIN if action.op is Op.R else Kind.OUTPUT
+            kind = TensorKind.OUTPUT_AGAIN if action.op is Op.R else TensorKind.OUTPUT
             if action.op in (Op.F, Op.R):
                 found.watch(kind, layer, first + action.microbatch, output)
 
     return note
 
 
-def first_difference(ours: Observations, plain: Observations) -> tuple[Place, Seen, Seen] | None:
+def first_difference(
+    ours: Observations, plain: Observations
+) -> tuple[TensorPlace, RecordedTensor, RecordedTensor] | None:
     """Return the first differing tensor with both recordings, or None if none differs.
 
     Forwards come first, by micro-batch and layer; then recomputations, each compared with the plain
@@ -99,19 +101,19 @@ def first_difference(ours: Observations, plain: Observations) -> tuple[Place, Se
     """
     differing = []
     for place, seen in ours.seen.items():
-        kind = Kind.OUTPUT if place.kind is Kind.OUTPUT_AGAIN else place.kind
+        kind = TensorKind.OUTPUT if place.kind is TensorKind.OUTPUT_AGAIN else place.kind
         theirs = plain.seen.get(place._replace(kind=kind))
         if theirs is not None and theirs.digest != seen.digest:
             differing.append((place, seen, theirs))
     return min(differing, key=lambda each: _rank_of(each[0]), default=None)
 
 
-def _rank_of(place: Place) -> tuple[int, ...]:
-    layer = -place.layer if place.kind is Kind.GRADIENT else place.layer
+def _rank_of(place: TensorPlace) -> tuple[int, ...]:
+    layer = -place.layer if place.kind is TensorKind.GRADIENT else place.layer
     return place.kind, place.microbatch, layer, place.tensor
 
 
-def _seen(tensor: Tensor) -> Seen:
+def _seen(tensor: Tensor) -> RecordedTensor:
     # Adding 0 turns -0.0 into 0.0, which are equal.
     own = tensor.detach()
     own = (own.to_dense() if own.is_sparse else own).cpu().resolve_conj().resolve_neg()
@@ -120,4 +122,6 @@ def _seen(tensor: Tensor) -> Seen:
     )
     raw = own.reshape(-1).view(torch.uint8) if own.numel() else own.new_empty(0, dtype=torch.uint8)
     norm = float(own.to(torch.complex128).abs().square().sum().sqrt())
-    return Seen(hashlib.blake2b(raw.numpy().tobytes()).hexdigest(), norm, tuple(own.shape))
+    return RecordedTensor(
+        hashlib.blake2b(raw.numpy().tobytes()).hexdigest(), norm, tuple(own.shape)
+    )

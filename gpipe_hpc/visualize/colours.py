@@ -52,21 +52,21 @@ MEMORY: Final = "#8c8c9e"
 RULE: Final = "#bbbbbb"
 
 
-class Ground(NamedTuple):
+class ColourRole(NamedTuple):
     """Name of a colour that differs on dark pages, and its replacement there."""
 
     name: str
     dark: str
 
 
-GROUNDS: Final[Mapping[str, Ground]] = MappingProxyType(
+GROUNDS: Final[Mapping[str, ColourRole]] = MappingProxyType(
     {
-        PAGE: Ground("page", "#17171b"),
-        IDLE: Ground("idle", "#2b2b32"),
-        INK: Ground("ink", "#ececf1"),
-        MUTED: Ground("muted", "#a6a6b2"),
-        MEMORY: Ground("memory", "#7f7f92"),
-        RULE: Ground("rule", "#55555f"),
+        PAGE: ColourRole("page", "#17171b"),
+        IDLE: ColourRole("idle", "#2b2b32"),
+        INK: ColourRole("ink", "#ececf1"),
+        MUTED: ColourRole("muted", "#a6a6b2"),
+        MEMORY: ColourRole("memory", "#7f7f92"),
+        RULE: ColourRole("rule", "#55555f"),
     }
 )
 

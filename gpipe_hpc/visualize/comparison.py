@@ -9,7 +9,7 @@ from gpipe_hpc.visualize.colours import HUES
 from gpipe_hpc.visualize.scene import clock_for
 
 
-class Spent(NamedTuple):
+class KindTime(NamedTuple):
     """Number and total time of one kind of action, and the idle time before it, over all ranks."""
 
     actions: int = 0
@@ -17,12 +17,12 @@ class Spent(NamedTuple):
     idle_s: float = 0.0
 
 
-def time_by_kind(timeline: Timeline) -> dict[str, Spent]:
+def time_by_kind(timeline: Timeline) -> dict[str, KindTime]:
     """Return count, busy time and preceding idle time of each op, summed over ranks.
 
     ``end`` is the idle time of ranks after their last action. All times sum to ranks x makespan.
     """
-    spent: dict[str, Spent] = {op.value: Spent() for op in HUES}
+    spent: dict[str, KindTime] = {op.value: KindTime() for op in HUES}
     end_s = timeline.start_s + timeline.makespan
     idle_at_end_s = 0.0
     for row in timeline.events:
@@ -31,12 +31,12 @@ def time_by_kind(timeline: Timeline) -> dict[str, Spent]:
             if event.action.op in COMPUTE:
                 actions, busy_s, idle_s = spent[event.action.op.value]
                 waited_s = event.start_s - free_at
-                spent[event.action.op.value] = Spent(
+                spent[event.action.op.value] = KindTime(
                     actions + 1, busy_s + event.duration_s, idle_s + waited_s
                 )
                 free_at = event.end_s
         idle_at_end_s += end_s - free_at
-    return spent | {"end": Spent(0, 0.0, idle_at_end_s)}
+    return spent | {"end": KindTime(0, 0.0, idle_at_end_s)}
 
 
 def compare(measured: Timeline, planned: Timeline, unit: str = "s") -> list[list[str]]:
@@ -58,8 +58,8 @@ def compare(measured: Timeline, planned: Timeline, unit: str = "s") -> list[list
 
 
 def _pairs(
-    measured: Mapping[str, Spent], planned: Mapping[str, Spent]
-) -> Iterator[tuple[str, Spent, Spent]]:
+    measured: Mapping[str, KindTime], planned: Mapping[str, KindTime]
+) -> Iterator[tuple[str, KindTime, KindTime]]:
     """Yield (name, measured, simulated) for each kind of action that ran, and for the total."""
     words = {op.value: f"{op.value} {hue.words}" for op, hue in HUES.items()}
     for kind, one in measured.items():
@@ -68,11 +68,11 @@ def _pairs(
     yield "makespan", _total(list(measured.values())), _total(list(planned.values()))
 
 
-def _total(parts: Sequence[Spent]) -> Spent:
-    return Spent(*(sum(column) for column in zip(*parts, strict=True)))
+def _total(parts: Sequence[KindTime]) -> KindTime:
+    return KindTime(*(sum(column) for column in zip(*parts, strict=True)))
 
 
-def _numbers(measured: Spent, planned: Spent, factor: float) -> list[str]:
+def _numbers(measured: KindTime, planned: KindTime, factor: float) -> list[str]:
     more = (measured.busy_s + measured.idle_s - planned.busy_s - planned.idle_s) * factor
     times = (measured.busy_s, planned.busy_s, measured.idle_s, planned.idle_s)
     return [*(f"{time * factor:.4g}" for time in times), f"{more:+.4g}"]

@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpipe_hpc.schedule.table.actions import Action
-from gpipe_hpc.schedule.table.dependencies import Thing
+from gpipe_hpc.schedule.table.dependencies import ValueKind
 from gpipe_hpc.schedule.timeline import Event
 from gpipe_hpc.visualize.colours import GROUNDS, ink_on
-from gpipe_hpc.visualize.scene import LEFT, LETTER, MARK_HEIGHT, RIGHT, Box, Scene, Section, Text
+from gpipe_hpc.visualize.scene import (
+    LEFT,
+    LETTER,
+    MARK_HEIGHT,
+    RIGHT,
+    Box,
+    Scene,
+    Section,
+    TextLine,
+)
 
 _MARK: Final = re.compile(r"\{\{(\w+)\}\}")
 
@@ -46,7 +55,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
     sections = [_section(section, scene, palette, kinds) for section in scene.sections]
     fixed = [
         {"t": each.text, "s": each.size, "a": each.anchor, "b": each.bold, "c": _name(each.ink)}
-        if isinstance(each, Text)
+        if isinstance(each, TextLine)
         else {"w": each.width, "h": each.height, "c": _name(each.fill)}
         for each in scene.fixed
     ]
@@ -61,7 +70,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
         # Colours that change with the page, by name: on a light and on a dark page.
         "grounds": {each.name: [light, each.dark] for light, each in GROUNDS.items()},
         "markHeight": MARK_HEIGHT,
-        "things": list(Thing),
+        "things": list(ValueKind),
         "fixed": [
             {"x": each.x, "y": each.y, **rest}
             for each, rest in zip(scene.fixed, fixed, strict=True)
@@ -83,7 +92,7 @@ def _section(
 ) -> dict[str, Any]:
     factor = scene.clock.factor
     numbers: dict[Event, int] = {}
-    things = list(Thing)
+    things = list(ValueKind)
     for row in section.rows:
         for box in row.boxes:
             numbers[box.event] = len(numbers)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from gpipe_hpc.schedule.memory import Step, live_activations
+from gpipe_hpc.schedule.memory import LiveCount, live_activations
 from gpipe_hpc.schedule.table.actions import COMPUTE, Op
 from gpipe_hpc.schedule.timeline import Timeline, idle_share
 from gpipe_hpc.schedule.waits import DataFlow
@@ -14,15 +14,15 @@ from gpipe_hpc.visualize.scene import (
     LETTER,
     MARK_HEIGHT,
     RIGHT,
+    AsyncMark,
     Axis,
     Box,
-    Mark,
+    PictureRow,
     Rect,
-    Row,
     Scene,
     Section,
     Strip,
-    Text,
+    TextLine,
     clock_for,
 )
 
@@ -98,8 +98,8 @@ def _add_heading(scene: Scene, timeline: Timeline) -> None:
     text = f"makespan {clock.show(timeline.makespan * clock.factor)}"
     text = f"{timeline.name}: {text}" if timeline.name else text
     text += f", bubble {timeline.bubble:.1%} (idle over total)"
-    scene.fixed.append(Text(LEFT, scene.height + 18, text, 15, bold=True))
-    scene.fixed.append(Text(LEFT, scene.height + 36, _size_and_peaks(timeline), ink=MUTED))
+    scene.fixed.append(TextLine(LEFT, scene.height + 18, text, 15, bold=True))
+    scene.fixed.append(TextLine(LEFT, scene.height + 36, _size_and_peaks(timeline), ink=MUTED))
     scene.height += 46
 
 
@@ -138,7 +138,7 @@ def _legend(timeline: Timeline, tints: Tints, hues: Mapping[Op, Hue]) -> Legend:
         for op, hue in HUES.items()
         if op in used
     ]
-    marks = _marks(timeline, Since(0.0, 1.0), hues)
+    marks = _marks(timeline, TimeOrigin(0.0, 1.0), hues)
     beside = {mark.event.action.op for row in marks for mark in row}
     entries.append(((IDLE,), "idle"))
     entries += [((hue.light,), hue.words) for op, hue in hues.items() if op in beside]
@@ -160,15 +160,15 @@ def _add_legend(scene: Scene, legend: Legend) -> None:
         for colour in colours:
             scene.fixed.append(Rect(x, scene.height, 14, 12, colour))
             x += 14
-        scene.fixed.append(Text(x + 6, scene.height + 10, words))
+        scene.fixed.append(TextLine(x + 6, scene.height + 10, words))
         x += 26 + _WORD_LETTER * len(words)
     if legend.tints:
         x = make_room(_WORD_LETTER * len(legend.tints))
-        scene.fixed.append(Text(x, scene.height + 10, legend.tints, ink=MUTED))
+        scene.fixed.append(TextLine(x, scene.height + 10, legend.tints, ink=MUTED))
     scene.height += _LEGEND_LINE + 4
 
 
-class Since(NamedTuple):
+class TimeOrigin(NamedTuple):
     """Time origin of a picture, and its number of displayed units per unit of the timeline."""
 
     moment: float
@@ -194,7 +194,7 @@ def _add_section(
 ) -> None:
     """Add the rows of a timeline, their time axis, and memory curves with their axis."""
     clock, top = scene.clock, scene.height
-    since = Since(timeline.start_s if since_s is None else since_s, clock.factor)
+    since = TimeOrigin(timeline.start_s if since_s is None else since_s, clock.factor)
     height = _row_height(timeline.num_ranks)
     gap = 3.0 if height >= 16 else 1.0 if height >= 6 else 0.0
     marks = _marks(timeline, since, hues) if height >= 16 else [()] * timeline.num_ranks
@@ -204,10 +204,10 @@ def _add_section(
     span = _end(timeline, since_s) * clock.factor
     boxes = _boxes(timeline, tints, since)
     size = _fitting_size(boxes, height, scene)
-    rows: list[Row] = []
+    rows: list[PictureRow] = []
     for rank, (own, beside) in enumerate(zip(boxes, marks, strict=True)):
         y = top + rank * pitch
-        rows.append(Row(rank, y, height, size, span, own, beside))
+        rows.append(PictureRow(rank, y, height, size, span, own, beside))
         share = idle_share(timeline.busy[rank], 1, timeline.makespan)
         _label(scene, rank, y, height, pitch, f"{share:.0%} idle")
     scene.height += timeline.num_ranks * pitch
@@ -225,11 +225,11 @@ def _label(scene: Scene, rank: int, y: float, height: float, pitch: float, right
         return
     base = y + height / 2 + 4
     size = min(12.0, max(9.0, height - 2))
-    scene.fixed.append(Text(LEFT - 8, base, f"rank {rank}", size, "end"))
-    scene.fixed.append(Text(scene.width - RIGHT + 8, base, right, min(11, size), ink=MUTED))
+    scene.fixed.append(TextLine(LEFT - 8, base, f"rank {rank}", size, "end"))
+    scene.fixed.append(TextLine(scene.width - RIGHT + 8, base, right, min(11, size), ink=MUTED))
 
 
-def _boxes(timeline: Timeline, tints: Tints, since: Since) -> list[tuple[Box, ...]]:
+def _boxes(timeline: Timeline, tints: Tints, since: TimeOrigin) -> list[tuple[Box, ...]]:
     """Return the boxes of each rank's compute actions."""
     flow, factor = DataFlow(timeline), since.factor
     rows: list[tuple[Box, ...]] = []
@@ -268,11 +268,13 @@ def _fitting_size(boxes: Sequence[tuple[Box, ...]], height: float, scene: Scene)
     return min(usual, max(_SMALL_LABEL, min(fitting, default=usual)))
 
 
-def _marks(timeline: Timeline, since: Since, hues: Mapping[Op, Hue]) -> list[tuple[Mark, ...]]:
+def _marks(
+    timeline: Timeline, since: TimeOrigin, hues: Mapping[Op, Hue]
+) -> list[tuple[AsyncMark, ...]]:
     """Return marks for the actions of each rank that ran in parallel with compute."""
     return [
         tuple(
-            Mark(
+            AsyncMark(
                 since.place(event.start_s),
                 event.duration_s * since.factor,
                 hues[event.action.op].light,
@@ -289,13 +291,13 @@ def _add_axis(scene: Scene, top: float, span: float) -> Axis:
     """Add a time axis below the last element."""
     axis = Axis(scene.height, top, span)
     name = f"time ({scene.clock.unit})" if scene.clock.unit else "time"
-    scene.fixed.append(Text(LEFT - 8, axis.y + 15, name, _TICK_SIZE, "end", ink=MUTED))
+    scene.fixed.append(TextLine(LEFT - 8, axis.y + 15, name, _TICK_SIZE, "end", ink=MUTED))
     scene.height += 26
     return axis
 
 
 def _add_strips(
-    scene: Scene, timeline: Timeline, row_height: float, span: float, since: Since
+    scene: Scene, timeline: Timeline, row_height: float, span: float, since: TimeOrigin
 ) -> tuple[Strip, ...]:
     """Add the memory curve of every rank, all to the same scale, unless no memory is kept."""
     curves = [live_activations(timeline, rank) for rank in range(timeline.num_ranks)]
@@ -303,13 +305,13 @@ def _add_strips(
     if not full:
         return ()
     words = f"live activations ({_unit_of_memory(timeline)})"
-    scene.fixed.append(Text(LEFT, scene.height + 10, words, 12, bold=True))
+    scene.fixed.append(TextLine(LEFT, scene.height + 10, words, 12, bold=True))
     scene.height += 18
     height = max(2.0, round(row_height * 0.75))
     pitch = height + (4.0 if height >= 12 else 1.0 if height >= 5 else 0.0)
     strips: list[Strip] = []
     for rank, curve in enumerate(curves):
-        steps = tuple(Step(since.place(step.time_s), step.live) for step in curve)
+        steps = tuple(LiveCount(since.place(step.time_s), step.live) for step in curve)
         strips.append(Strip(rank, scene.height, height, full, span, steps))
         peak = f"peak {timeline.peak_activations[rank]}"
         _label(scene, rank, scene.height, height, pitch, peak)
@@ -331,7 +333,7 @@ def _add_table(scene: Scene, table: Sequence[Sequence[str]]) -> None:
         for column_index, (edge, text) in enumerate(zip(edges, line, strict=True)):
             bold = index in (0, len(table) - 1)
             if column_index == 0:
-                scene.fixed.append(Text(LEFT, y, text, bold=bold))
+                scene.fixed.append(TextLine(LEFT, y, text, bold=bold))
             else:
-                scene.fixed.append(Text(edge, y, text, anchor="end", bold=bold))
+                scene.fixed.append(TextLine(edge, y, text, anchor="end", bold=bold))
         scene.height += 18

@@ -10,11 +10,11 @@ from gpipe_hpc.visualize.colours import IDLE, MEMORY, MUTED, PAGE, RULE
 from gpipe_hpc.visualize.scene import (
     MARK_HEIGHT,
     Axis,
+    PictureRow,
     Rect,
-    Row,
     Scene,
     Strip,
-    Text,
+    TextLine,
     ink_of,
     label_fits,
 )
@@ -29,7 +29,7 @@ def render_png(scene: Scene) -> bytes:
     image = Image.new("RGB", (round(scene.width * _DOTS), round(scene.height * _DOTS)), PAGE)
     pen = _Pen(ImageDraw.Draw(image))
     for each in scene.fixed:
-        if isinstance(each, Text):
+        if isinstance(each, TextLine):
             pen.text(each)
         else:
             pen.rect(each)
@@ -58,7 +58,7 @@ class _Pen:
         # Pillow's rectangles include their last row and column.
         self._draw.rectangle((left, top, right - 1, bottom - 1), fill=rect.fill)
 
-    def text(self, text: Text) -> None:
+    def text(self, text: TextLine) -> None:
         # Pillow's default font has a single weight; a stroke makes it bold.
         stroke = 0.3 if text.bold else 0
         self._draw.text(
@@ -76,7 +76,7 @@ def _font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size * _DOTS)
 
 
-def _draw_row(pen: _Pen, scene: Scene, row: Row) -> None:
+def _draw_row(pen: _Pen, scene: Scene, row: PictureRow) -> None:
     pen.rect(Rect(scene.x(0), row.y, row.span * scene.scale, row.height, IDLE))
     for box in row.boxes:
         left, width = scene.x(box.start), box.duration * scene.scale
@@ -88,7 +88,7 @@ def _draw_row(pen: _Pen, scene: Scene, row: Row) -> None:
         if label_fits(box.label, row.label_size, width):
             middle = left + width / 2
             base = row.y + row.height / 2 + row.label_size * 0.36
-            pen.text(Text(middle, base, box.label, row.label_size, "middle", ink=ink_of(box)))
+            pen.text(TextLine(middle, base, box.label, row.label_size, "middle", ink=ink_of(box)))
     for mark in row.marks:
         left, width = scene.x(mark.start), mark.duration * scene.scale
         pen.rect(Rect(left, row.mark_y, max(0.5, width - 0.5), MARK_HEIGHT, mark.fill))
@@ -110,4 +110,4 @@ def _draw_axis(pen: _Pen, scene: Scene, axis: Axis) -> None:
         if tick <= axis.span * 1.000001:
             x = scene.x(tick)
             pen.rect(Rect(x, axis.y, 0.5, 4, MUTED))
-            pen.text(Text(x, axis.y + 16, f"{tick:.6g}", 11, "middle", ink=MUTED))
+            pen.text(TextLine(x, axis.y + 16, f"{tick:.6g}", 11, "middle", ink=MUTED))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from gpipe_hpc.schedule.memory import Step
+from gpipe_hpc.schedule.memory import LiveCount
 from gpipe_hpc.schedule.timeline import Event, Timeline
 from gpipe_hpc.schedule.waits import Wait
 from gpipe_hpc.visualize.colours import INK, ink_on
@@ -23,7 +23,7 @@ LEAST_LABEL: Final = 7.0
 MARK_HEIGHT: Final = 4.0
 
 
-class Text(NamedTuple):
+class TextLine(NamedTuple):
     """A line of text; `y` is its baseline."""
 
     x: float
@@ -57,7 +57,7 @@ class Box(NamedTuple):
     wait: Wait | None
 
 
-class Mark(NamedTuple):
+class AsyncMark(NamedTuple):
     """A drawn asynchronous action, such as a copy or a reduction: start and duration."""
 
     start: float
@@ -66,7 +66,7 @@ class Mark(NamedTuple):
     event: Event
 
 
-class Row(NamedTuple):
+class PictureRow(NamedTuple):
     """A rank's row: its boxes on a grey background up to `span`, and the marks below the boxes."""
 
     rank: int
@@ -75,7 +75,7 @@ class Row(NamedTuple):
     label_size: float
     span: float
     boxes: tuple[Box, ...]
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[AsyncMark, ...] = ()
 
     @property
     def mark_y(self) -> float:
@@ -91,7 +91,7 @@ class Strip(NamedTuple):
     height: float
     full: int
     span: float
-    steps: tuple[Step, ...]
+    steps: tuple[LiveCount, ...]
 
 
 class Axis(NamedTuple):
@@ -102,7 +102,7 @@ class Axis(NamedTuple):
     span: float
 
 
-class Clock(NamedTuple):
+class TimeScale(NamedTuple):
     """Unit in which times are displayed: its name, and how many are one unit of the timeline."""
 
     unit: str
@@ -118,7 +118,7 @@ class Section:
     """One timeline of a picture: its rows, memory curves and axes."""
 
     timeline: Timeline
-    rows: tuple[Row, ...]
+    rows: tuple[PictureRow, ...]
     strips: tuple[Strip, ...]
     axes: tuple[Axis, ...]
 
@@ -129,9 +129,9 @@ class Scene:
 
     width: float
     span: float
-    clock: Clock
+    clock: TimeScale
     height: float = 0.0
-    fixed: list[Text | Rect] = field(default_factory=list)
+    fixed: list[TextLine | Rect] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
 
     @property
@@ -150,11 +150,11 @@ class Scene:
             yield from (index * step for index in range(math.floor(self.span / step + 1e-9) + 1))
 
 
-def clock_for(longest: float, unit: str) -> Clock:
+def clock_for(longest: float, unit: str) -> TimeScale:
     """Return the unit in which times of at most `longest` are displayed."""
     if unit == "s" and 0 < longest < 1:
-        return Clock("ms", 1e3) if longest >= 1e-3 else Clock("us", 1e6)
-    return Clock(unit, 1.0)
+        return TimeScale("ms", 1e3) if longest >= 1e-3 else TimeScale("us", 1e6)
+    return TimeScale(unit, 1.0)
 
 
 def round_step(least: float) -> float:

@@ -12,12 +12,12 @@ from gpipe_hpc.visualize.scene import (
     MARK_HEIGHT,
     Axis,
     Box,
-    Clock,
+    PictureRow,
     Rect,
-    Row,
     Scene,
     Strip,
-    Text,
+    TextLine,
+    TimeScale,
     ink_of,
     label_fits,
 )
@@ -57,7 +57,7 @@ def render_svg(scene: Scene) -> str:
         f'viewBox="0 0 {scene.width:g} {scene.height:g}" role="img">',
         f"<style>{_STYLE}</style>",
         f"<rect {size} {_fill(PAGE)}/>",
-        *(_text(each) if isinstance(each, Text) else _rect(each) for each in scene.fixed),
+        *(_text(each) if isinstance(each, TextLine) else _rect(each) for each in scene.fixed),
     ]
     for section in scene.sections:
         for row in section.rows:
@@ -69,7 +69,7 @@ def render_svg(scene: Scene) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def describe(box: Box, clock: Clock) -> str:
+def describe(box: Box, clock: TimeScale) -> str:
     """Return the action of a box, its times, and the value that it waited for as text."""
     event, factor = box.event, clock.factor
     text = (
@@ -86,7 +86,7 @@ def describe(box: Box, clock: Clock) -> str:
     return text
 
 
-def _text(text: Text) -> str:
+def _text(text: TextLine) -> str:
     anchor = "" if text.anchor == "start" else f' text-anchor="{text.anchor}"'
     weight = ' font-weight="bold"' if text.bold else ""
     return (
@@ -108,7 +108,7 @@ def _fill(colour: str) -> str:
     return f'{ground}fill="{colour}"'
 
 
-def _row(scene: Scene, row: Row) -> Iterator[str]:
+def _row(scene: Scene, row: PictureRow) -> Iterator[str]:
     yield _rect(Rect(scene.x(0), row.y, row.span * scene.scale, row.height, IDLE))
     for box in row.boxes:
         left, width = scene.x(box.start), box.duration * scene.scale
@@ -159,4 +159,4 @@ def _axis(scene: Scene, axis: Axis) -> Iterator[str]:
         if tick <= axis.span * 1.000001:
             x = scene.x(tick)
             yield f'<path d="M{x:.2f} {axis.y:g}v4" {line}/>'
-            yield _text(Text(x, axis.y + 16, f"{tick:.6g}", 11, "middle", ink=MUTED))
+            yield _text(TextLine(x, axis.y + 16, f"{tick:.6g}", 11, "middle", ink=MUTED))

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from gpipe_hpc.schedule.memory import Step, live_activations
+from gpipe_hpc.schedule.memory import LiveCount, live_activations
 from gpipe_hpc.schedule.table.actions import COMPUTE, OF_BUCKETS, Op
 from gpipe_hpc.schedule.timeline import Event, Timeline
 from gpipe_hpc.visualize.colours import BESIDE, HUES
@@ -155,7 +155,7 @@ def _line(
     return "".join(line)
 
 
-def _memory_line(timeline: Timeline, steps: list[Step], columns: int) -> str:
+def _memory_line(timeline: Timeline, steps: list[LiveCount], columns: int) -> str:
     scale = columns / timeline.makespan if timeline.makespan > 0 else 0.0
     most = [0] * columns
     ends = [*(step.time_s for step in steps[1:]), timeline.start_s + timeline.makespan]

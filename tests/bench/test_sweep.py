@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_hpc.bench.figures import Measured, table
+from gpipe_hpc.bench.figures import PointResult, table
 from gpipe_hpc.bench.plot import draw
 from gpipe_hpc.bench.running import measure
 from gpipe_hpc.bench.sweep import Point, points, varied
@@ -32,23 +32,25 @@ def test_numbers_below_one_are_refused():
 
 
 def test_a_table_says_what_failed_and_how_much_faster_the_rest_is():
-    slow = Measured(POINT, (2.0, 4.0, 3.0), tokens=160, bubble=0.25, peak_bytes=(5_000_000,))
-    fast = Measured(POINT._replace(ranks=4), (1.0,), bubble=0.5, peak_bytes=(5_000_000, 6_000_000))
-    bad = Measured(POINT._replace(batch_size=1), failed="exit code 2, gpipe_hpc: a|b")
+    slow = PointResult(POINT, (2.0, 4.0, 3.0), tokens=160, bubble=0.25, peak_bytes=(5_000_000,))
+    fast = PointResult(
+        POINT._replace(ranks=4), (1.0,), bubble=0.5, peak_bytes=(5_000_000, 6_000_000)
+    )
+    bad = PointResult(POINT._replace(batch_size=1), failed="exit code 2, gpipe_hpc: a|b")
     lines = table([slow, fast, bad]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert "| 3000 | 2000-4000 | 5.333 | 53.33 | 1.00 | 25.0 | 5 |" in lines[2]
     assert "| 3.00 | 50.0 | 5 / 6 |" in lines[3]
     assert "none: exit code 2, gpipe_hpc: a/b" in lines[4]
-    assert json.loads(json.dumps(slow.told()))["point"]["ranks"] == 2
+    assert json.loads(json.dumps(slow.as_dict()))["point"]["ranks"] == 2
 
 
 def test_a_plot_needs_something_that_varies(tmp_path):
-    one = Measured(POINT, (1.0,))
+    one = PointResult(POINT, (1.0,))
     assert not draw([one], tmp_path / "none.svg")
-    assert not draw([Measured(POINT, failed="so")], tmp_path / "none.svg")
-    more = [one, Measured(POINT._replace(ranks=4), (0.5,))]
-    assert draw([*more, Measured(POINT._replace(backend="mpi"), (2.0,))], tmp_path / "two.svg")
+    assert not draw([PointResult(POINT, failed="so")], tmp_path / "none.svg")
+    more = [one, PointResult(POINT._replace(ranks=4), (0.5,))]
+    assert draw([*more, PointResult(POINT._replace(backend="mpi"), (2.0,))], tmp_path / "two.svg")
     assert (tmp_path / "two.svg").read_text().count("<use") >= 3  # a mark for each point
 
 

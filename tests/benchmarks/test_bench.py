@@ -30,7 +30,6 @@ from benchmarks.cells import (
     torch_cells,
 )
 from benchmarks.comparison import moves, report
-from benchmarks.crew import Crew, CrewError
 from benchmarks.figures import Figures, Row, load_figures, quartiles, rows_of
 from benchmarks.limits import LayerTimes, limit_of
 from benchmarks.plot import Panel, draw_panels
@@ -38,6 +37,7 @@ from benchmarks.probes import forget_peak, is_disturbed, machine_busy_s, memory
 from benchmarks.rounds import Conductor, Measured, Sample, check_gradients
 from benchmarks.table import markdown
 from benchmarks.worker import Worker
+from benchmarks.worker_pool import WorkerError, WorkerPool
 from benchmarks.workloads import make_workload, plain_gradients
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.schedule import build, schedule_names, to_text
@@ -346,7 +346,7 @@ def test_plot_is_well_formed_and_names_its_series():
 def test_who_cannot_be_loaded_is_absent_and_says_why(tmp_path):
     plain = Contestant("plain", "benchmarks.contestants.plain:Plain", 1)
     nobody = Contestant("nobody", "no_such_module:Nobody", 1)
-    crew = Crew([plain, nobody], "tiny", tmp_path)
+    crew = WorkerPool([plain, nobody], "tiny", tmp_path)
     try:
         assert list(crew.absent) == ["nobody"] and "ModuleNotFoundError" in crew.absent["nobody"]
     finally:
@@ -354,8 +354,8 @@ def test_who_cannot_be_loaded_is_absent_and_says_why(tmp_path):
 
 
 def test_a_crew_that_cannot_start_says_why(tmp_path):
-    with pytest.raises(CrewError, match="has ended"):
-        Crew([Contestant("nobody", "m:Nobody", 1, python="/bin/false")], "tiny", tmp_path)
+    with pytest.raises(WorkerError, match="has ended"):
+        WorkerPool([Contestant("nobody", "m:Nobody", 1, python="/bin/false")], "tiny", tmp_path)
 
 
 def test_equal_processes_are_shared():
@@ -421,7 +421,9 @@ def state_of(pid):
 
 @pytest.mark.slow
 def test_processes_are_stopped_while_they_wait(tmp_path):
-    crew = Crew([Contestant("plain", "benchmarks.contestants.plain:Plain", 1)], "tiny", tmp_path)
+    crew = WorkerPool(
+        [Contestant("plain", "benchmarks.contestants.plain:Plain", 1)], "tiny", tmp_path
+    )
     try:
         crew.ask({"do": "close", "cells": []})
         pid = crew._processes[0].pid
@@ -445,9 +447,9 @@ print(child.pid, flush=True)
 CONDUCTOR = """
 import sys, pathlib
 from benchmarks.cells import Contestant
-from benchmarks.crew import Crew
+from benchmarks.worker_pool import WorkerPool
 folder = pathlib.Path(sys.argv[1])
-crew = Crew([Contestant("one", "parent:Parent", 1)], "tiny", folder, (str(folder),))
+crew = WorkerPool([Contestant("one", "parent:Parent", 1)], "tiny", folder, (str(folder),))
 crew.ask({"do": "close", "cells": []})
 (log,) = folder.glob("*.log")
 print(crew._processes[0].pid, log.read_text(), end="", flush=True)
@@ -490,12 +492,12 @@ def test_processes_and_their_children_end_with_who_conducts_them(tmp_path, until
 @pytest.mark.slow
 def test_a_rank_that_ends_is_reported(tmp_path):
     contestant = Contestant("plain", "benchmarks.contestants.plain:Plain", 1)
-    crew = Crew([contestant], "tiny", tmp_path)
+    crew = WorkerPool([contestant], "tiny", tmp_path)
     try:
-        with pytest.raises(CrewError, match="unknown request"):
+        with pytest.raises(WorkerError, match="unknown request"):
             crew.ask({"do": "something else"})
         crew._streams[0].shutdown(socket.SHUT_WR)
-        with pytest.raises(CrewError, match="has ended"):
+        with pytest.raises(WorkerError, match="has ended"):
             crew.ask({"do": "close", "cells": []})
     finally:
         crew.close()
@@ -521,10 +523,10 @@ def test_who_ends_a_process_leaves_the_others_what_they_have(tmp_path, monkeypat
     def start(*args):
         starts.append(args)
         if 1 < len(starts) <= 1 + num_refused:
-            raise CrewError("the port is taken")
-        return Crew(*args)
+            raise WorkerError("the port is taken")
+        return WorkerPool(*args)
 
-    monkeypatch.setattr(rounds, "Crew", start)
+    monkeypatch.setattr(rounds, "WorkerPool", start)
     here = str(Path(__file__).parent)
     both = [Contestant(name, f"test_bench:{name}", 1) for name in ("Right", "Ends")]
     conductor = Conductor(both, tmp_path, size="tiny", paths=(here,), say=lambda text: None)
@@ -592,7 +594,7 @@ def test_past_the_deadline_only_what_was_not_seen_is_opened_again(
         def close(self):
             pass
 
-    monkeypatch.setattr(rounds, "Crew", Answering)
+    monkeypatch.setattr(rounds, "WorkerPool", Answering)
     conductor = Conductor([Contestant("one", "m:One", 1)], tmp_path)
     lost, seen, new = (
         Measured(Cell("one", "T", way, 2), is_open=True) for way in ("lost", "seen", "new")
@@ -631,7 +633,7 @@ class Sitting:
 
 def test_cells_are_opened_anew_in_each_sitting_the_last_first(tmp_path, monkeypatch):
     """Where a cell's memory lay decided for all of its steps."""
-    monkeypatch.setattr(rounds, "Crew", Sitting)
+    monkeypatch.setattr(rounds, "WorkerPool", Sitting)
     monkeypatch.setattr(rounds, "is_disturbed", lambda wall_s, foreign_s: False)
     conductor = Conductor([Contestant("one", "m:One", 1)], tmp_path)
     cells = tuple(Cell("one", "T", way, 2, wanted=wanted) for way, wanted in (("a", 3), ("b", 2)))
@@ -647,7 +649,7 @@ def test_cells_are_opened_anew_in_each_sitting_the_last_first(tmp_path, monkeypa
 
 
 def test_no_sitting_is_given_more_than_its_share_of_the_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "Crew", Sitting)
+    monkeypatch.setattr(rounds, "WorkerPool", Sitting)
     conductor = Conductor([Contestant("one", "m:One", 1)], tmp_path)
     shares = []
 

@@ -8,10 +8,10 @@ import torch
 
 from benchmarks.cells import CONTESTANTS, Block, Cell, our_cells, torch_cells
 from benchmarks.figures import Figures, Row
+from benchmarks.peak_memory import weigh
 from benchmarks.probes import memory
 from benchmarks.rounds import Conductor
 from benchmarks.table import markdown
-from benchmarks.weighing import weigh
 
 MIB = 1 << 20
 

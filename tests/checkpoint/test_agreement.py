@@ -31,7 +31,7 @@ def test_a_trouble_of_the_first_ranks_machine_names_it(size, cause, named):
 
     def body(world):
         with pytest.raises(CheckpointError) as caught:
-            all_or_none(world.everybody, lambda: action(world.rank))
+            all_or_none(world.world_group, lambda: action(world.rank))
         return str(caught.value)
 
     expected = f"rank 0 on {socket.gethostname()}: {TEXT}" if named else TEXT

@@ -58,7 +58,7 @@ def test_it_writes_what_a_save_in_the_foreground_writes_and_nothing_later(tmp_pa
             step(pipe, optimizer)
         assert saver.is_under_way and not saver.is_done
         assert not (tmp_path / "behind").exists()
-        world.everybody.all_gather_object("all have looked")
+        world.world_group.all_gather_object("all have looked")
         held.set()
         assert saver.finish() == tmp_path / "behind"
         assert not saver.is_under_way

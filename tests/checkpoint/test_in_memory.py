@@ -17,7 +17,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint.in_memory import files, open_copies
 from gpipe_hpc.checkpoint.in_memory.files import CopyFolder
-from gpipe_hpc.checkpoint.in_memory.place import choose_holders, find_place
+from gpipe_hpc.checkpoint.in_memory.placement import choose_holders, find_place
 from gpipe_hpc.comm.transport import byte_moves
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.trainer.run.lock import myself

@@ -165,7 +165,7 @@ def test_ranks_share_the_reading_and_all_refuse(saved, monkeypatch, num_ranks):
 
     def body(world):
         try:
-            return verifying.verify(path, world.everybody, world.rank).facts["steps_done"]
+            return verifying.verify(path, world.world_group, world.rank).facts["steps_done"]
         except CheckpointError as error:
             return str(error)
 
@@ -194,7 +194,7 @@ def test_how_far_it_is_is_said_and_the_last_round_counts(saved, monkeypatch):
     def body(world):
         said = []
         try:
-            verifying.verify(path, world.everybody, world.rank, said.append)
+            verifying.verify(path, world.world_group, world.rank, said.append)
         except CheckpointError as error:
             return len(said), str(error)
         return len(said), ""
@@ -217,7 +217,7 @@ def test_ranks_that_see_other_folders_are_told(saved):
         with pytest.raises(
             CheckpointError, match="rank 1 sees another checkpoint at this path than rank 0"
         ):
-            verifying.verify((one, other)[world.rank], world.everybody, world.rank)
+            verifying.verify((one, other)[world.rank], world.world_group, world.rank)
         return "told"
 
     assert run_on_threads(2, body) == ["told", "told"]
@@ -229,7 +229,7 @@ def test_a_rank_that_sees_no_folder_is_named(saved):
     def body(world):
         mine = path if world.rank == 0 else Path("/nowhere/at/all")
         with pytest.raises(CheckpointError, match=r"rank 1 on \S+: .*/nowhere.*no such folder"):
-            verifying.verify(mine, world.everybody, world.rank)
+            verifying.verify(mine, world.world_group, world.rank)
         return "told"
 
     assert run_on_threads(2, body) == ["told", "told"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_hpc.config import commands, compose_config, conf_dir, run_jobs, say_error
-from gpipe_hpc.config.commands import Elsewhere, exit_code_of, without_launcher
+from gpipe_hpc.config import commands, compose_config, conf_dir, print_error, run_jobs
+from gpipe_hpc.config.commands import ChildLauncher, exit_code_of, without_launcher
 from gpipe_hpc.draw.__main__ import main as draw
 from gpipe_hpc.errors import ConfigError, DataError, ModelError, PeerError, ScheduleError
 from gpipe_hpc.trainer import command
@@ -198,7 +198,7 @@ def elsewhere(monkeypatch, tmp_path):
 
         def main(**options):
             def decorate(task):
-                if not isinstance(task, Elsewhere):
+                if not isinstance(task, ChildLauncher):
                     return first(**options)(task)
                 (folder,) = (w.partition("=")[2] for w in sys.argv if "hydra.sweep.dir" in w)
                 given.append(sys.argv)
@@ -299,7 +299,7 @@ def test_a_signal_ends_a_sweep_and_jobs_without_folders_get_their_own(say, monke
         folders.append(config.run.dir)
         if len(folders) == 2:
             stop.signal = 15
-        return 75 if stop.came else 0
+        return 75 if stop.is_requested else 0
 
     monkeypatch.setattr(command, "run_training", train)
     monkeypatch.setattr(command, "end_soon", sys.exit)  # this process goes on
@@ -373,7 +373,7 @@ def test_an_error_is_called_by_a_name_that_users_know(capsys):
     class _Inner(ModelError):
         pass
 
-    assert say_error(_Inner("loss: failed"), says_kind=True) == 2
+    assert print_error(_Inner("loss: failed"), says_kind=True) == 2
     assert capsys.readouterr().err == "gpipe_hpc: ModelError: loss: failed\n"
 
 

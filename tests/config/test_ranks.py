@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpipe_hpc.config import check_config, compose_config, on_ranks, ranks_to_come
+from gpipe_hpc.config import check_config, compose_config, num_planned_ranks, on_ranks
 from gpipe_hpc.errors import ConfigError
 from tests.support import train_here
 
@@ -41,9 +41,9 @@ def test_what_is_told_is_not_changed(ranks):
 def test_ranks_to_come_make_replicas_too():
     """For commands that start none, as plan and draw."""
     config = compose_config(["pipeline.stages=4", "pipeline.ranks=8"])
-    assert (config.pipeline.num_replicas, ranks_to_come(config, 2)) == (2, 8)
+    assert (config.pipeline.num_replicas, num_planned_ranks(config, 2)) == (2, 8)
     config = compose_config(["pipeline.stages=4"])
-    assert (config.pipeline.num_replicas, ranks_to_come(config, 2)) == (1, 4)
+    assert (config.pipeline.num_replicas, num_planned_ranks(config, 2)) == (1, 4)
 
 
 def test_a_run_takes_the_ranks_that_come_and_goes_on_with_others(tiny, tmp_path):

@@ -13,7 +13,7 @@ from gpipe_hpc.data.images.folder import ImageFolderConfig
 from gpipe_hpc.data.images.idx import IdxConfig
 from gpipe_hpc.data.images.shards import ImageShardsConfig
 from gpipe_hpc.data.jsonl import JsonLinesConfig
-from gpipe_hpc.data.position import check_data, goes_on
+from gpipe_hpc.data.position import check_data, continues_data
 from gpipe_hpc.data.synthetic import (
     SyntheticImagesConfig,
     SyntheticMasksConfig,
@@ -164,7 +164,7 @@ def test_checkpoint_of_an_older_version_is_taken_with_a_warning(tmp_path, caplog
     now = identity(text(write(tmp_path / "x", LETTERS)))
     check_data(tmp_path, {"position": 9}, now, "same")
     assert "did not record the data" in caplog.text
-    assert goes_on({"position": 9}, now, "new")
+    assert continues_data({"position": 9}, now, "new")
 
 
 def test_other_validation_is_told_only(tmp_path, caplog):

@@ -12,7 +12,7 @@ from gpipe_hpc.data import jsonl, open_data
 from gpipe_hpc.data.images import folder, shards
 from gpipe_hpc.data.images.folder import ImageFolderConfig
 from gpipe_hpc.data.images.shards import ImageShardsConfig
-from gpipe_hpc.data.indexing import kept
+from gpipe_hpc.data.indexing import index_file
 from gpipe_hpc.data.jsonl import JsonLinesConfig
 from gpipe_hpc.data.names import Names
 from gpipe_hpc.errors import DataError
@@ -77,7 +77,7 @@ def test_second_opening_takes_what_the_first_found(files, tmp_path, made, kind):
     first = digests(config)
     num_made = len(made)
     assert digests(config) == first and len(made) == num_made
-    (where,) = (tmp_path / "data").rglob(kept.FOLDER)
+    (where,) = (tmp_path / "data").rglob(index_file.FOLDER)
     assert where.parent in (tmp_path / "data", tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_index_that_nobody_can_keep_is_told(files, tmp_path, made, caplog):
 
 def test_index_of_read_only_data_is_kept_in_the_run(files, tmp_path, made):
     config = make(files, "jsonl", tmp_path / "data")
-    (tmp_path / "data" / kept.FOLDER).write_text("no folder")
+    (tmp_path / "data" / index_file.FOLDER).write_text("no folder")
     open_data(config, 0, tmp_path / "run" / "index")
     assert [path.parent.parent.name for path in tmp_path.rglob("*.index")] == ["run"]
     open_data(config, 0, tmp_path / "run" / "index")

@@ -23,7 +23,7 @@ from gpipe_hpc.errors import CheckpointError, DataError
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer import session as session_module
 from gpipe_hpc.trainer.loop import run_training
-from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.run.identity import RunIdentity
 from gpipe_hpc.trainer.signals import StopRequest
 from gpipe_hpc.trainer.start import data as start_data
 from gpipe_hpc.trainer.start import open_session
@@ -338,7 +338,7 @@ def test_target_of_a_replaced_image_is_that_of_its_substitute(damaged):
     seen = []
 
     def body(world):
-        run = Run(Path(config.run.dir), "name", False)
+        run = RunIdentity(Path(config.run.dir), "name", False)
         session = open_session(config, world, run, None)
         for _ in range(3):
             planned = session.sampler.batch(session.position)

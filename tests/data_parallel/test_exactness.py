@@ -127,10 +127,10 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused(plain, monke
         (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
         for _ in range(2):
             pipe.step(inputs[part], targets[part])
-        world.everybody.all_reduce(torch.zeros(1))
+        world.world_group.all_reduce(torch.zeros(1))
         if world.rank == 0:
             Twice.times = 2
-        world.everybody.all_reduce(torch.zeros(1))
+        world.world_group.all_reduce(torch.zeros(1))
         pipe.step(inputs[part], targets[part])
 
     monkeypatch.setattr(Twice, "times", 1)
@@ -186,10 +186,10 @@ def test_whatever_changes_a_gradient_after_its_bucket_has_left_is_refused(
         (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
         for _ in range(2):
             pipe.step(inputs[part], targets[part])
-        world.everybody.all_reduce(torch.zeros(1))
+        world.world_group.all_reduce(torch.zeros(1))
         if world.rank == 0:
             Meddler.meddle = lambda: change(named["layers.1.scale"])
-        world.everybody.all_reduce(torch.zeros(1))
+        world.world_group.all_reduce(torch.zeros(1))
         pipe.step(inputs[part], targets[part])
 
     monkeypatch.setattr(Meddler, "meddle", Meddler.meddle)

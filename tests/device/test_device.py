@@ -152,7 +152,7 @@ def test_memory_is_lent_to_the_stream(played):
 
     device = cuda()
     side = device.stream()
-    device.lend(Tensor(), side)
+    device.keep_for_stream(Tensor(), side)
     assert lent == [side.torch]
 
 
@@ -302,9 +302,9 @@ def test_the_cpu_tells_times_and_keeps_order():
     later.record(device.stream())
     assert 0 <= first.elapsed_ms(later) < 60_000
     with device.on(device.stream()):
-        tensor = device.bring(torch.arange(3.0), non_blocking=True)
+        tensor = device.to_device(torch.arange(3.0), non_blocking=True)
     into = device.pinned((3,), torch.float32)
-    device.fetch_into(into, tensor)
+    device.copy_to_host(into, tensor)
     assert into.tolist() == [0.0, 1.0, 2.0]
     assert device.holds(device.empty((2,), torch.int8))
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.draw import draw
-from gpipe_hpc.draw.pictures import columns_of_terminal, format_of, put
+from gpipe_hpc.draw.pictures import columns_of_terminal, format_of, write_picture
 from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
 from gpipe_hpc.trainer.traces.files import write_trace
@@ -181,7 +181,7 @@ def test_compared_schedules_are_of_one_model_on_the_same_ranks(costs):
 
 def test_an_empty_out_is_standard_output(capsys):
     """It was taken for a file in the folder at hand, which is none."""
-    put("a picture", "")
+    write_picture("a picture", "")
     assert capsys.readouterr().out == "a picture\n"
 
 
@@ -200,14 +200,14 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 
 def test_pictures_go_to_a_file_or_to_standard_output(tmp_path, capsysbinary):
-    put("text \u00b7", str(tmp_path / "a.txt"))
-    put(b"\x89PNG", str(tmp_path / "a.png"))
+    write_picture("text \u00b7", str(tmp_path / "a.txt"))
+    write_picture(b"\x89PNG", str(tmp_path / "a.png"))
     assert (tmp_path / "a.txt").read_text("utf-8") == "text \u00b7"
     assert (tmp_path / "a.png").read_bytes() == b"\x89PNG"
     assert capsysbinary.readouterr().out.decode().splitlines() == [
         f"wrote {tmp_path / name}" for name in ("a.txt", "a.png")
     ]
-    put(b"\x89PNG", None)
+    write_picture(b"\x89PNG", None)
     assert capsysbinary.readouterr().out == b"\x89PNG"
 
 
@@ -225,7 +225,7 @@ def test_a_text_takes_the_width_of_the_terminal_that_shows_it(monkeypatch):
 def test_a_terminal_gets_no_bytes(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with pytest.raises(ConfigError, match=r"draw\.out=FILE"):
-        put(b"\x89PNG", None)
+        write_picture(b"\x89PNG", None)
 
 
 def test_drawing_loads_no_torch(repository, tmp_path):

@@ -14,7 +14,7 @@ from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.engine.buffer_sync import DivergenceReporter
 from gpipe_hpc.errors import ConfigError
 from tests import support
-from tests.played.world import between, run_played
+from tests.simulated.world import between, run_simulated
 from tests.support import square_sum
 
 WIDTH = 4
@@ -205,7 +205,7 @@ def test_a_device_is_not_waited_for_to_say_what_differs(caplog):
             waits.append(list(map(str, own)))
         return waits[1:], buffers_of(pipe)
 
-    ranks = run_played(2, body).results
+    ranks = run_simulated(2, body).results
     assert [waits for waits, _ in ranks] == [[[], []]] * 2
     assert all(map(all_equal, holders(buffers for _, buffers in ranks).values()))
     said = [r.message for r in caplog.records if "have no average" in r.message]
@@ -223,13 +223,13 @@ def left_by(caplog, end):
     def body(world):
         pipe = make(world, num_layers=1, replicas=2, microbatches=1)
         step_only(pipe, batch(9, 0))
-        world.everybody.all_reduce(torch.zeros(1))
+        world.world_group.all_reduce(torch.zeros(1))
         before = said_of(caplog)
-        world.everybody.all_reduce(torch.zeros(1))
+        world.world_group.all_reduce(torch.zeros(1))
         end(pipe)
         return before
 
-    before, _ = run_played(2, body).results
+    before, _ = run_simulated(2, body).results
     return before, said_of(caplog)
 
 
@@ -240,7 +240,7 @@ def test_what_the_last_step_finds_is_said_with_a_checkpoint(caplog, tmp_path):
 
 
 def test_what_the_last_step_finds_is_said_where_somebody_asks(caplog):
-    before, after = left_by(caplog, lambda pipe: pipe.say_what_is_left())
+    before, after = left_by(caplog, lambda pipe: pipe.log_pending())
     assert not before and "layers.0.num_samples differ" in after[0]
 
 
@@ -264,7 +264,7 @@ def test_the_end_waits_for_no_device(caplog, is_done):
     sayings = DivergenceReporter(SoloGroup(0), 0)
     sayings.ends_with(owner)
     sayings.compare(["layers.0.count"], AsyncHostTensor(torch.ones(1), event), 0)
-    sayings.say_known()
+    sayings.log_arrived()
     assert not said_of(caplog)
     event.is_done = is_done
     del owner
@@ -309,10 +309,10 @@ def test_buffers_of_the_host_wait_for_none_of_the_device(policy, caplog):
                 waits.append(list(map(str, own)))
             else:
                 step_only(pipe, data)
-        pipe.say_what_is_left()
+        pipe.log_pending()
         return waits[1:], buffers_of(pipe)
 
-    ranks = run_played(2, body).results
+    ranks = run_simulated(2, body).results
     assert [waits for waits, _ in ranks] == [[[], []]] * 2
     expected = [buffers for _, buffers in run_on_threads(2, body)]
     for (_, buffers), of_cpu in zip(ranks, expected, strict=True):

@@ -134,7 +134,7 @@ def test_nothing_of_a_step_or_a_prediction_stays():
             pipe.evaluate(inputs, targets)
             pipe.predict(inputs)
             del inputs, targets
-            pipe.everybody.all_gather_object("all ranks are done")
+            pipe.world_group.all_gather_object("all ranks are done")
             assert len(made) >= 6
             return [ref() is None for ref in given + made]
         finally:
@@ -156,9 +156,9 @@ def test_hundreds_of_steps_without_the_garbage_collector_do_not_grow(recompute):
         for step in range(251):
             pipe.step(*batch)
             if step in (50, 250):
-                pipe.everybody.all_gather_object("between steps")
+                pipe.world_group.all_gather_object("between steps")
                 measured.append((len(gc.get_objects()), resident_bytes()))
-                pipe.everybody.all_gather_object("measured")
+                pipe.world_group.all_gather_object("measured")
         return measured
 
     gc.collect()

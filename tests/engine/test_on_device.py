@@ -19,8 +19,8 @@ from gpipe_hpc.engine.precision import count_overflows
 from gpipe_hpc.engine.step_reduction import StepReduction
 from gpipe_hpc.engine.step_result import StepLoss, ordered_sum, share_places
 from gpipe_hpc.errors import ModelError
-from tests.played.alone import alone
-from tests.played.world import between, run_played
+from tests.simulated.single import single_device
+from tests.simulated.world import between, run_simulated
 from tests.support import batch, linears
 
 HOST = HostDevice()
@@ -59,14 +59,14 @@ def test_weights_are_summed_from_left_to_right_on_a_device(count, monkeypatch):
     for value in values.tolist():
         expected += value
     assert ordered_sum(HOST)(values).item() == expected
-    with alone() as device:
+    with single_device() as device:
         add = ordered_sum(device)
         monkeypatch.setattr(torch.Tensor, "cumsum", None)
-        there = device.bring(values)
+        there = device.to_device(values)
         device.host_waits.clear()
         total = add(there)
         assert not device.host_waits
-        assert device.fetch(total).item() == expected
+        assert device.to_host(total).item() == expected
 
 
 @pytest.mark.parametrize("counts", [[3] * 64, [5, 1, 0, 2], [7]])
@@ -78,14 +78,14 @@ def test_weights_of_all_replicas_are_summed_at_once(counts):
         expected.append(0.0)
         for value in weights[start : start + count].tolist():
             expected[-1] += value
-    with alone() as device:
+    with single_device() as device:
         for each in (HOST, device):
-            terms = each.bring(torch.stack([weights, weights]))
-            places = each.bring(share_places(counts))
+            terms = each.to_device(torch.stack([weights, weights]))
+            places = each.to_device(share_places(counts))
             loss = StepLoss(terms, AsyncHostTensor.of(terms.flatten(), each), ordered_sum(each))
             with Kernels() as kernels:
                 found = loss.weights_of(places)
-            assert each.fetch(found).tolist() == expected
+            assert each.to_host(found).tolist() == expected
             assert kernels.count <= 8
 
 
@@ -97,10 +97,10 @@ def test_a_device_that_sums_a_bag_in_another_order_adds_one_by_one(has_kernel, m
         return weights.flip(0).cumsum(0)[-1:]
 
     values = numbers(500)
-    with alone() as device:
+    with single_device() as device:
         monkeypatch.setattr(step_result.F, "embedding_bag", turned)
-        total = ordered_sum(device)(device.bring(values))
-        assert device.fetch(total).item() == values.cumsum(0)[-1].item()
+        total = ordered_sum(device)(device.to_device(values))
+        assert device.to_host(total).item() == values.cumsum(0)[-1].item()
 
 
 def reduction(device, num_global):
@@ -117,8 +117,8 @@ def test_a_loss_is_read_from_one_copy_that_is_under_way_when_the_step_ends():
     """Each figure of a step's result was a wait of its own for the device."""
     values, weights = numbers(6), numbers(6, seed=1).abs()
     expected = reduce(reduction(HOST, 6), values.unbind(), weights.unbind())
-    with alone() as device:
-        there = [device.bring(each).unbind() for each in (values, weights)]
+    with single_device() as device:
+        there = [device.to_device(each).unbind() for each in (values, weights)]
         own = reduction(device, 6)
         device.host_waits.clear()
         loss = reduce(own, *there)
@@ -127,7 +127,7 @@ def test_a_loss_is_read_from_one_copy_that_is_under_way_when_the_step_ends():
         assert loss.microbatch_losses == expected.microbatch_losses
         assert loss.known_weight == expected.known_weight == expected.weight.item()
         assert len(device.host_waits) == 1
-        assert device.fetch(loss.weight).item() == expected.known_weight
+        assert device.to_host(loss.weight).item() == expected.known_weight
 
 
 def test_terms_of_a_device_are_put_together_by_few_kernels():
@@ -135,8 +135,8 @@ def test_terms_of_a_device_are_put_together_by_few_kernels():
 
     def count(number):
         values, weights = numbers(number), numbers(number, seed=1).abs()
-        with alone() as device:
-            there = [device.bring(each).unbind() for each in (values, weights)]
+        with single_device() as device:
+            there = [device.to_device(each).unbind() for each in (values, weights)]
             own = {i: LossTerm(*pair) for i, pair in enumerate(zip(*there, strict=True))}
             reduction = StepReduction(number, 0, SoloGroup(0), 0, device)
             with Kernels() as kernels:
@@ -191,17 +191,17 @@ def test_clipping_on_a_device_has_the_bits_of_a_cpu_and_waits_for_nothing():
     norms = gather_norms(own, own.keys(), list(own), SoloGroup(0), HOST)
     expected = clip_by_norm(own, norms, 0.5)
     assert expected.item() == nn.utils.clip_grad_norm_(named().values(), 0.5).item()
-    with alone() as device:
-        there = named(device.bring)
+    with single_device() as device:
+        there = named(device.to_device)
         device.host_waits.clear()
         norms = gather_norms(there, there.keys(), list(there), SoloGroup(0), device)
         norm = clip_by_norm(there, norms, 0.5)
         assert not device.host_waits
-        assert device.fetch(norm).item() == expected.item()
+        assert device.to_host(norm).item() == expected.item()
         for name, parameter in there.items():
             gradient = own[name].grad
             found = parameter.grad
-            assert found is gradient or torch.equal(device.fetch(found), gradient)
+            assert found is gradient or torch.equal(device.to_host(found), gradient)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -218,14 +218,14 @@ def test_a_device_divides_as_a_cpu_does(dtype, monkeypatch):
     on_cpu = [each.clone() for each in owns]
     Divisor(number, HOST).divide(on_cpu)
     assert all(map(torch.equal, on_cpu, expected))
-    with alone() as device:
-        there = [device.bring(each.clone()) for each in owns]
-        divisor = Divisor(device.bring(number.clone()), device)
+    with single_device() as device:
+        there = [device.to_device(each.clone()) for each in owns]
+        divisor = Divisor(device.to_device(number.clone()), device)
         device.host_waits.clear()
         with _RoundedScalars():
             divisor.divide(there)
         assert not device.host_waits
-        assert all(torch.equal(device.fetch(a), b) for a, b in zip(there, expected, strict=True))
+        assert all(torch.equal(device.to_host(a), b) for a, b in zip(there, expected, strict=True))
 
 
 class _RoundedScalars(TorchDispatchMode):
@@ -243,9 +243,9 @@ def test_gradients_that_come_are_copied_at_once_on_a_device():
     """Each parameter's first gradient of a step was a kernel of its own."""
 
     def count(number):
-        with alone() as device:
+        with single_device() as device:
             named = {
-                name: nn.Parameter(device.bring(p.detach()))
+                name: nn.Parameter(device.to_device(p.detach()))
                 for name, p in parameters(number).items()
             }
             gradients = GradientBuckets(named, device)
@@ -258,15 +258,15 @@ def test_gradients_that_come_are_copied_at_once_on_a_device():
                 gradients.unshare()
             for name, parameter in named.items():
                 assert parameter.grad.data_ptr() != given[name].data_ptr()
-                assert (device.fetch(parameter.grad) == 2.0).all()
+                assert (device.to_host(parameter.grad) == 2.0).all()
             return kernels.count - number  # memory for each
 
     assert count(20) == count(5)
 
 
 def test_what_is_fetched_is_as_it_was_when_it_was_asked_for():
-    with alone() as device:
-        value = device.bring(torch.tensor([1.0, 2.0]))
+    with single_device() as device:
+        value = device.to_device(torch.tensor([1.0, 2.0]))
         fetched = AsyncHostTensor.of(value, device)
         value.add_(math.pi)
         device.host_waits.clear()
@@ -292,4 +292,4 @@ def test_a_loss_without_a_graph_is_looked_at_when_the_next_step_begins(value):
         else:
             pipe.step(*batch(4))
 
-    run_played(1, body)
+    run_simulated(1, body)

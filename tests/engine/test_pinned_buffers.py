@@ -8,8 +8,8 @@ import torch
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.errors import ActionError
-from tests.played.alone import alone
-from tests.played.world import run_played
+from tests.simulated.single import single_device
+from tests.simulated.world import run_simulated
 from tests.support import batch, gradients_of, linears, square_sum
 
 
@@ -23,7 +23,7 @@ def train(world, takes=None):
             takes.append([])
         found.append(pipe.step(*batch(size)).loss)
     device = world.device
-    return found, {name: device.fetch(each) for name, each in gradients_of(pipe).items()}
+    return found, {name: device.to_host(each) for name, each in gradients_of(pipe).items()}
 
 
 def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
@@ -42,7 +42,7 @@ def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
 
     monkeypatch.setattr(PinnedBufferPool, "take", noted)
     monkeypatch.setattr(PinnedBufferPool, "end", ended)
-    (played,) = run_played(1, lambda world: train(world, takes)).results
+    (played,) = run_simulated(1, lambda world: train(world, takes)).results
     assert ends == [1, 2, 3, 4], "once for each step"
     first, *others = takes
     assert first
@@ -81,13 +81,13 @@ def failing_amid_copies(world):
 
 
 def test_a_step_that_fails_lets_go_of_what_was_on_its_way_out():
-    (((good, failed, again), losses),) = run_played(1, failing_amid_copies).results
+    (((good, failed, again), losses),) = run_simulated(1, failing_amid_copies).results
     assert failed <= good and again == good
     assert losses[0] == losses[1]
 
 
 def test_sizes_that_a_step_does_not_use_are_let_go_of():
-    with alone() as device:
+    with single_device() as device:
         room = PinnedBufferPool(device)
         room.end_fetch([room.take(8)])
         room.end()
@@ -102,7 +102,7 @@ def test_sizes_that_a_step_does_not_use_are_let_go_of():
 
 
 def test_copies_out_wait_for_the_fetch_that_reads_the_buffer_and_for_no_earlier_one_again():
-    with alone() as device:
+    with single_device() as device:
         room = PinnedBufferPool(device)
         buffers = [device.pinned((8,), torch.uint8) for _ in range(3)]
         room.end_fetch(buffers[:1])
@@ -116,7 +116,7 @@ def test_copies_out_wait_for_the_fetch_that_reads_the_buffer_and_for_no_earlier_
 
 def test_marks_of_buffers_that_are_gone_go_with_them():
     """Where each step had other sizes, a mark was kept of every fetch of the run."""
-    with alone() as device:
+    with single_device() as device:
         room = PinnedBufferPool(device)
         for step in range(1, 20):
             room.end_fetch([room.take(8 * step)])
@@ -130,9 +130,9 @@ def test_marks_of_buffers_that_are_gone_go_with_them():
 
 def test_a_tensor_of_the_host_stays_there():
     """It came back as one of the device."""
-    with alone() as device:
+    with single_device() as device:
         copy = HostCopy([], device, PinnedBufferPool(device))
-        weight = device.bring(torch.ones(4)).requires_grad_()
+        weight = device.to_device(torch.ones(4)).requires_grad_()
         shape = torch.tensor(2.0)
         with copy.collecting():
             made = weight * weight * shape
@@ -140,5 +140,5 @@ def test_a_tensor_of_the_host_stays_there():
         copy.fetch()
         copy.wait()
         made.sum().backward()
-        assert torch.equal(device.fetch(weight.grad), torch.full((4,), 4.0))
+        assert torch.equal(device.to_host(weight.grad), torch.full((4,), 4.0))
         assert not device.holds(shape) and not device.tracker.faults

@@ -28,7 +28,7 @@ def test_results_of_any_dtype_reach_all_ranks(processes, tmp_path):
     def body(rank):
         world = ProcessWorld(HostDevice(), 60.0)
         own = results() if rank == 1 else None
-        found = broadcast_nest(own, world.everybody, 1, world)
+        found = broadcast_nest(own, world.world_group, 1, world)
         there = torch.utils._pytree.tree_leaves(found)
         for one, other in zip(there, torch.utils._pytree.tree_leaves(results()), strict=True):
             if isinstance(one, torch.Tensor):

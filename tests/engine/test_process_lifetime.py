@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ActionError, DataError, PeerError, ScheduleError
 from gpipe_hpc.trainer.loop import run_training
@@ -125,7 +125,7 @@ def test_a_rank_that_fails_ahead_of_its_pipeline_stops_the_others(processes, tmp
 
     def body(rank):
         if rank == 0:
-            with pytest.raises(DataError), together(start_world(), "opening the run"):
+            with pytest.raises(DataError), collective_errors(start_world(), "opening the run"):
                 raise DataError("data: gone")
         else:
             with pytest.raises(PeerError, match=r"rank 0 on \S+: data: gone"):

@@ -11,11 +11,11 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.collectives import torch_group as torch_group_module
 from gpipe_hpc.comm.transport.routed import RoutedTransport
-from gpipe_hpc.comm.transport.wire import Structure
+from gpipe_hpc.comm.transport.wire import NestStructure
 from gpipe_hpc.comm.world import processes as processes_module
 from gpipe_hpc.comm.world.source import own_source
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.errors import DataError, GpipeError, LaunchError
 
 
@@ -65,7 +65,7 @@ def test_a_hostile_rank_makes_no_other_run_its_code_in_a_collective(
     """torch's all_gather_object calls whatever the message names."""
 
     def body(rank):
-        everybody = start_world().everybody
+        everybody = start_world().world_group
         value = "harmless"
         if rank == 1:
             monkeypatch.setattr(
@@ -94,7 +94,7 @@ def test_a_hostile_rank_makes_no_other_run_its_code_at_a_boundary(
         layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 3)]
         pipe = Pipeline(layers, F.cross_entropy, microbatches=2, world=world)
         if rank == 0:
-            monkeypatch.setattr(Structure, "to_bytes", lambda self: forged)
+            monkeypatch.setattr(NestStructure, "to_bytes", lambda self: forged)
         with pytest.raises(GpipeError) as caught:
             pipe.step(torch.ones(4, 4), torch.tensor([0, 1, 2, 0]))
         return str(caught.value)
@@ -183,7 +183,10 @@ def test_an_error_is_raised_as_it_is_where_nobody_can_be_told():
             raise RuntimeError("the store is gone")
 
         world.fail = broken
-        with pytest.raises(KeyError, match="the user's own mistake"), together(world, "here"):
+        with (
+            pytest.raises(KeyError, match="the user's own mistake"),
+            collective_errors(world, "here"),
+        ):
             raise KeyError("the user's own mistake")
 
     run_on_threads(1, body)

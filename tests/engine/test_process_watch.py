@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.watchdog.pulse import Phase, Pulse
+from gpipe_hpc.comm.watchdog.activity import ActivityTracker, Phase
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import PeerError
 
@@ -120,7 +120,7 @@ def test_a_wait_within_torch_is_a_wait_for_others(processes, tmp_path, until, ra
     def body(own):
         seen = []
         if own == rank:
-            pulse = Pulse(600.0, None)
+            pulse = ActivityTracker(600.0, None)
             pulse.note(Phase("saving"))
             thread = threading.Thread(target=lambda: seen.append(watch(pulse)))
             assert not pulse.waits
@@ -152,10 +152,10 @@ def test_a_rank_that_waits_for_nobody_learns_of_a_failure_as_its_step_ends(proce
         world = start_world(timeout_s=30.0)
         world.device = Elsewhere()
         if rank == 1:
-            with pytest.raises(ValueError, match="broken"), together(world, "step 7"):
+            with pytest.raises(ValueError, match="broken"), collective_errors(world, "step 7"):
                 raise ValueError("broken on purpose")
             return "told"
-        with pytest.raises(PeerError) as caught, together(world, "step 7"):
+        with pytest.raises(PeerError) as caught, collective_errors(world, "step 7"):
             for _ in range(200):  # computes
                 time.sleep(0.02)
         return str(caught.value)

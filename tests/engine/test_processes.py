@@ -254,10 +254,10 @@ def test_one_rank_gathers_or_tells_values_of_any_size(processes, tmp_path):
     def body(rank):
         world = start_world()
         most = torch.tensor([rank, -rank], dtype=torch.float64)
-        world.everybody.all_reduce_max(most)
-        own, group = [rank] * rank * 1000, world.everybody
+        world.world_group.all_reduce_max(most)
+        own, group = [rank] * rank * 1000, world.world_group
         told = group.gather_object(own, 0), group.broadcast_object(own, 1)
-        return most.tolist(), *told, group.deal_object(values if rank == 0 else None, 0)
+        return most.tolist(), *told, group.scatter_object(values if rank == 0 else None, 0)
 
     values = [[rank] * rank * 1000 for rank in range(3)]
     expected = [

@@ -6,8 +6,8 @@ import torch
 from gpipe_hpc import Pipeline
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.inputs import Intake
-from tests.played.alone import alone
-from tests.played.world import between, run_played
+from tests.simulated.single import single_device
+from tests.simulated.world import between, run_simulated
 from tests.support import batch, gradients_of, linears, square_sum
 
 NESTS = {
@@ -31,27 +31,27 @@ def tensors_of(nest):
 @pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
 def test_what_arrives_is_what_torch_would_have_moved_and_nobody_waits(nest):
     """The host waited for the device with each input that was not pinned."""
-    with alone() as device:
+    with single_device() as device:
         intake = Intake(device)
-        there, found = between(device, lambda: intake.bring(nest))
+        there, found = between(device, lambda: intake.to_device(nest))
         assert not found
         for own, arrived in zip(tensors_of(nest), tensors_of(there), strict=True):
-            moved = device.bring(own)
+            moved = device.to_device(own)
             assert device.holds(arrived) and arrived.stride() == moved.stride()
-            assert torch.equal(device.fetch(arrived * 1), own * 1)
+            assert torch.equal(device.to_host(arrived * 1), own * 1)
         assert not device.tracker.faults
 
 
 def test_what_lies_on_the_device_stays_there():
-    with alone() as device:
-        own = device.bring(torch.ones(3)).requires_grad_()
-        arrived = Intake(device).bring((own,))[0]
+    with single_device() as device:
+        own = device.to_device(torch.ones(3)).requires_grad_()
+        arrived = Intake(device).to_device((own,))[0]
         assert arrived.data_ptr() == own.data_ptr() and not arrived.requires_grad
 
 
 def test_on_a_cpu_nothing_is_copied():
     own = torch.ones(3, requires_grad=True)
-    arrived = Intake(HostDevice()).bring(own)
+    arrived = Intake(HostDevice()).to_device(own)
     assert arrived.data_ptr() == own.data_ptr() and not arrived.requires_grad
 
 
@@ -66,14 +66,14 @@ def test_the_caller_may_write_its_pinned_batch_again_once_the_step_has_returned(
             loss = pipe.step(*given)
             for each in given:
                 each.add_(1.0)
-        return loss.loss, {n: world.device.fetch(g) for n, g in gradients_of(pipe).items()}
+        return loss.loss, {n: world.device.to_host(g) for n, g in gradients_of(pipe).items()}
 
     def pinned(device, tensor):
         own = device.pinned(tensor.shape, tensor.dtype)
         own.copy_(tensor)
         return own
 
-    (found,) = run_played(1, lambda world: body(world, pinned)).results
-    (expected,) = run_played(1, lambda world: body(world, lambda _, t: t.clone())).results
+    (found,) = run_simulated(1, lambda world: body(world, pinned)).results
+    (expected,) = run_simulated(1, lambda world: body(world, lambda _, t: t.clone())).results
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], each) for name, each in expected[1].items())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.collectives.group import Done
+from gpipe_hpc.comm.collectives.group import CompletedHandle
 from gpipe_hpc.comm.collectives.rank_summary import NUM_REPORTED
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.loss import LossTerm
@@ -50,7 +50,7 @@ def counting(world):
     """Let a world's groups count; return the counter."""
     counter, form = Counter(), world.group
     world.group = lambda members: Counted(form(members), counter)
-    world.everybody = Counted(world.everybody, counter)
+    world.world_group = Counted(world.world_group, counter)
     return counter
 
 
@@ -153,7 +153,7 @@ def test_what_ranks_tell_all_find_in_sum():
         part = pipe.share(8)
         result = pipe.step(data[0][part], data[1][part], lambda: [world.rank, float("inf")])
         silent = pipe.step(data[0][part], data[1][part])
-        return result.told, silent.told
+        return result.rank_summary, silent.rank_summary
 
     told, silent = run_on_threads(4, body)[0]
     assert told.totals[:2] == (6.0, float("inf")) and told.first[:2] == (3, 0)
@@ -192,13 +192,13 @@ class ElsewhereGroup:
         self.ranks, self.size, self.position = group.ranks, group.size, group.position
         self.width = group.width
 
-    def climb(self, tensor, between):
+    def all_reduce_hierarchical(self, tensor, between):
         self.all_reduce(tensor)
 
     def start_all_reduce(self, tensor):
         self.calls.append("device")
         self._group.all_reduce(tensor)
-        return Done()
+        return CompletedHandle()
 
     def all_reduce(self, tensor):
         assert tensor.device == CPU.torch
@@ -219,7 +219,7 @@ def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host():
     """The flags came back from the host in a sum of their own; the times in two more."""
 
     def body(world):
-        group = ElsewhereGroup(world.everybody)
+        group = ElsewhereGroup(world.world_group)
         reduction = StepReduction(2, 3, group, world.rank, Elsewhere())
         own = {world.rank: LossTerm(torch.tensor(2.0 + world.rank), 4.0)}
         overflows = torch.tensor(float(world.rank), dtype=torch.float64)
@@ -252,7 +252,7 @@ def test_replicas_that_train_apart_unite_flags_within_a_pipeline():
         replica = world.rank // 2
         pipeline = world.group([[2 * replica, 2 * replica + 1]])
         first_own = StepFlags.NUM_COMMON
-        reduction = StepReduction(4, first_own + 4, world.everybody, world.rank, CPU, pipeline)
+        reduction = StepReduction(4, first_own + 4, world.world_group, world.rank, CPU, pipeline)
         own = {world.rank: LossTerm(1.0, 1.0)}
         first = reduction.reduce(own, {}, {first_own + world.rank}, reported=[1.0])
         changed = {StepFlags.HAS_CHANGED} if world.rank == 3 else set()
@@ -268,12 +268,12 @@ def test_replicas_that_train_apart_unite_flags_within_a_pipeline():
 @pytest.mark.parametrize("replicas", [2, 16])
 def test_what_replicas_that_train_apart_send_grows_with_losses_alone(replicas, monkeypatch):
     """Each replica had flags of its own in the sum over all: 2.5 MB a step of 1,024 replicas."""
-    lengths, climb = [], StepReduction._all_reduce_host
+    lengths, all_reduce_hierarchical = [], StepReduction._all_reduce_host
     slots = replicas * 4 * NUM_REPORTED
 
     def seen(self, flat):
         lengths.append(len(flat))
-        climb(self, flat)
+        all_reduce_hierarchical(self, flat)
 
     monkeypatch.setattr(StepReduction, "_all_reduce_host", seen)
 

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from experiments.characterisation.__main__ import MODEL, on_file, page, picture
 from experiments.characterisation.measuring import measure_all, table
 from experiments.characterisation.sweeps import sweeps
-from gpipe_hpc.bench.figures import Measured
+from gpipe_hpc.bench.figures import PointResult
 from gpipe_hpc.config import check_config, compose_config
 
 
@@ -25,8 +25,8 @@ def test_rounds_go_over_all_points_in_turn(capsys):
     def measure(setting):
         order.append(setting.name)
         if setting.name == "4 threads":
-            return Measured(setting.point, failed="exit code 1, no | cores")
-        return Measured(setting.point, steps_s=(1.0 * len(order), 1.0 * len(order), 9.0))
+            return PointResult(setting.point, failed="exit code 1, no | cores")
+        return PointResult(setting.point, steps_s=(1.0 * len(order), 1.0 * len(order), 9.0))
 
     found = measure_all([first, second], 2, measure)
     names = [each.name for sweep in (first, second) for each in sweep.settings]

@@ -12,7 +12,7 @@ from experiments.gpu import __main__ as command
 from experiments.gpu.running import LEFT, Claim, Findings, Outcome, Part, run_part
 from experiments.gpu.sizes import SIZES, size_for
 from experiments.gpu.trace import beside, lanes, united, work_of
-from tests.bare import bare
+from tests.bare_environment import bare_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -236,7 +236,7 @@ def test_the_command_runs_on_a_cpu(tmp_path, environ):
     run = subprocess.run(
         [sys.executable, "-m", "experiments.gpu", "--device", "cpu", "--out", str(out)],
         cwd=ROOT,
-        env=bare(environ, tmp_path),
+        env=bare_environment(environ, tmp_path),
         capture_output=True,
         text=True,
         timeout=880,

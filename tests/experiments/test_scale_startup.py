@@ -15,21 +15,21 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from experiments.scale.startup.one import DEVICES, One, measure, others_say
-from experiments.scale.startup.played import join, no_counts
+from experiments.scale.startup.rank_0 import DEVICES, StartCosts, measure, others_say
 from experiments.scale.startup.session import Part, measure_session
+from experiments.scale.startup.simulated import join, no_counts
 from gpipe_hpc.comm.net.pickling import dumps
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.data_parallel.strategies import join_runs
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.buffer_sync import _SourceBuffer, _united
-from gpipe_hpc.trainer.run.identity import Run
-from gpipe_hpc.trainer.start import choosing
-from gpipe_hpc.trainer.start.choosing import with_layout
+from gpipe_hpc.trainer.run.identity import RunIdentity
+from gpipe_hpc.trainer.start import layout_choice
+from gpipe_hpc.trainer.start.layout_choice import with_layout
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def found(request) -> dict[int, One]:
+def found(request) -> dict[int, StartCosts]:
     """Return rank 0 of worlds of several sizes, which does more than any other rank."""
     return {size: measured_apart(size, request.param) for size in (64, 512, 4096)}
 
@@ -47,7 +47,7 @@ def sharded() -> dict[int, dict[str, Part]]:
     return {size: apart(measure_session, size, 4, *settings) for size in (64, 512, 4096)}
 
 
-def measured_apart(size: int, kind: str) -> One:
+def measured_apart(size: int, kind: str) -> StartCosts:
     return apart(measure, size, 4, kind)
 
 
@@ -155,10 +155,10 @@ def heard_of_a_choice(size: int, settings: Sequence[str]) -> int:
     heard = sum(counts.heard.values())
     pipeline = {"replicas": size // 4, "stages": 4, "paces": [1.0, 2.0] * (size // 2)}
     text = "\n".join(f"rank {rank}" for rank in range(size))
-    found = choosing._Found({"pipeline": pipeline, "outer": {}}, text)
-    with patch.object(choosing, "_choose", lambda *_: found):
+    found = layout_choice._BestLayout({"pipeline": pipeline, "outer": {}}, text)
+    with patch.object(layout_choice, "_choose", lambda *_: found):
         config = compose_config(["model=mlp", "data=synthetic_vectors", *settings])
-        with_layout(config, world, Run(Path("nowhere"), "run", False), settings)
+        with_layout(config, world, RunIdentity(Path("nowhere"), "run", False), settings)
     return sum(counts.heard.values()) - heard
 
 

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 from experiments.scale.startup.ranks import layers, mean_square
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.collectives.bruck import partners
-from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.plan import PlanPosition
 from gpipe_hpc.comm.net.gloo import default_group_settings
 from gpipe_hpc.comm.world.processes import ProcessWorld
 from gpipe_hpc.device.device import HostDevice
@@ -92,7 +92,7 @@ def started(size, folder, rank):
     )
     num_sockets = sum(map(is_socket, os.listdir("/proc/self/fd")))
     near = sum(pairs.num_connected for pairs in world._wide_pairs)
-    world.everybody.all_gather_object("counted")
+    world.world_group.all_gather_object("counted")
     return len(store.keys), len(meshes), max(meshes), near, num_sockets
 
 
@@ -121,4 +121,4 @@ def test_real_ranks_start_with_what_their_levels_need(processes, tmp_path):
     for what, most in ((keys, 36), (groups, 6), (sockets, 10)):
         assert all(max(more) - max(less) <= most for less, more in itertools.pairwise(what)), what
     assert max(map(max, largest)) == MESHED
-    assert near[-1] == [len(partners(Place(8, 0)))] * 16
+    assert near[-1] == [len(partners(PlanPosition(8, 0)))] * 16

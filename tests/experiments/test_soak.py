@@ -13,12 +13,12 @@ import torch
 
 from experiments.soak.__main__ import Wishes, chosen, live_through, parsed
 from experiments.soak.comparing import largest_difference
-from experiments.soak.draws import ALL_MICROBATCHES, LAYOUTS, Kind, draw
-from experiments.soak.grounds import this_machine
-from experiments.soak.life import FORCED, Life, Problem, Verdict
+from experiments.soak.execution import FORCED, Problem, RunExecution, Verdict
+from experiments.soak.hosts import this_machine
+from experiments.soak.injection import InjectedFault, Live, corrupt, inject_fault
+from experiments.soak.plan import ALL_MICROBATCHES, LAYOUTS, Kind, draw
 from experiments.soak.processes import families, seen
 from experiments.soak.results import Results
-from experiments.soak.striking import Live, Struck, corrupt, strike
 
 
 def test_a_seed_gives_the_same_faults_in_whatever_number():
@@ -133,11 +133,11 @@ def test_what_is_not_as_it_must_be_is_found(tmp_path, ranks, problem):
     (run,) = draw(0, 1)
     server = SimpleNamespace(ask=lambda **request: None)
     ground = this_machine(server, is_private=False)
-    life = Life(run, ground, tmp_path / "work", tmp_path, pace_s=0.0, can_fill=False)
+    life = RunExecution(run, ground, tmp_path / "work", tmp_path, pace_s=0.0, can_fill=False)
     life._ranks = ranks
     verdict = Verdict(run.faults[0])
     names = {0: (r"rank 1 on here\b", "gone")}
-    struck = Struck(time.time(), names, {1: frozenset({-9})}, remedy="look at its log")
+    struck = InjectedFault(time.time(), names, {1: frozenset({-9})}, remedy="look at its log")
     life._judge(struck, verdict)
     assert len(verdict.problems) == bool(problem), verdict.problems
     assert problem is None or verdict.problems[0].startswith(problem)
@@ -165,10 +165,10 @@ def test_a_rank_that_obeys_and_ends_between_two_looks_has_obeyed(tmp_path):
     ground = SimpleNamespace(place_of=lambda rank, size: SimpleNamespace(name="here"))
     order = tmp_path / "order"
     live = Live(ground, [Obeying(tmp_path / "order.done")], tmp_path, order, can_fill=False)
-    assert strike(fault, live).since_s == 5.0
+    assert inject_fault(fault, live).since_s == 5.0
     (tmp_path / "order.done").unlink()
     with pytest.raises(TimeoutError, match="rank 0 did not do what was ordered"):
-        strike(fault, replace(live, ranks=[Obeying()]))
+        inject_fault(fault, replace(live, ranks=[Obeying()]))
 
 
 def test_a_run_that_does_not_come_to_its_end_after_all_faults_is_told_of(capsys):
@@ -197,7 +197,7 @@ def test_a_run_that_is_struck_five_times_ends_as_one_that_never_was(
     run = draw(14, 10, most_ranks=3, with_hosts=False)[number]
     assert run.keeps_layout == (number == 0)
     ground = this_machine(process_server, is_private=False)
-    life = Life(run, ground, tmp_path / "work", tmp_path, pace_s=0.005, can_fill=False)
+    life = RunExecution(run, ground, tmp_path / "work", tmp_path, pace_s=0.005, can_fill=False)
     try:
         verdicts = list(life.verdicts())
         end = life.end()

@@ -31,7 +31,7 @@ import gpipe_hpc.export.__main__ as export
 import gpipe_hpc.verify.__main__ as verify
 from gpipe_hpc import plan
 from gpipe_hpc.comm.world.threads import run_on_threads
-from gpipe_hpc.config import Job, check_config, run_jobs, say_error
+from gpipe_hpc.config import CommandJob, check_config, print_error, run_jobs
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.trainer import loop
 from gpipe_hpc.trainer.command import run_command
@@ -151,7 +151,7 @@ class _OnThreads:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
 
-    def __call__(self, job: Job) -> int:
+    def __call__(self, job: CommandJob) -> int:
         try:
             doubts = check_config(job.config, self._ranks)
             codes = run_on_threads(
@@ -159,7 +159,7 @@ class _OnThreads:
                 lambda world: run_training(job.config, world, StopRequest(), doubts),
             )
         except GpipeError as error:
-            return say_error(error, says_kind=not isinstance(error, ConfigError))
+            return print_error(error, says_kind=not isinstance(error, ConfigError))
         assert len(set(codes)) == 1, codes
         return codes[0]
 

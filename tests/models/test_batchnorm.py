@@ -10,16 +10,16 @@ from torch import nn
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
     Moments,
+    PipelineStep,
     PooledBatchNorm,
     Reports,
-    Within,
     convert_batchnorm,
     normalising_together,
     pooled,
     reporting,
     shifted_sums,
 )
-from tests.played.alone import alone
+from tests.simulated.single import single_device
 
 KINDS = {
     nn.BatchNorm1d: (6, 3),
@@ -214,9 +214,9 @@ def test_statistics_are_summed_without_waiting_for_the_device(counts, monkeypatc
     expected = [column.sum(0), (column * apart).sum(0), (squares + column * apart.square()).sum(0)]
     assert torch.equal(shifted_sums(own, shift), torch.cat(expected))
     monkeypatch.setattr(torch.Tensor, "new_tensor", None)  # what made the copy
-    with alone() as device:
-        there = [Moments(n, *map(device.bring, tensors)) for n, *tensors in own]
-        shift = device.bring(shift)
+    with single_device() as device:
+        there = [Moments(n, *map(device.to_device, tensors)) for n, *tensors in own]
+        shift = device.to_device(shift)
         device.host_waits.clear()
         shifted_sums(there, shift)
         assert not device.host_waits
@@ -227,7 +227,7 @@ def test_amid_a_step_nothing_is_counted_on_any_thread(options):
     """Accelerators run backwards, and so checkpoints again, on threads of their own."""
     layer = nn.BatchNorm1d(3, **options)
     convert_batchnorm(layer)
-    layer.within = Within()
+    layer.within = PipelineStep()
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     expected = nn.BatchNorm1d(3)(batch(5, 3, dtype=torch.float32))
     outputs = []

@@ -12,7 +12,7 @@ from gpipe_hpc.models import (
     segmentation,
     token_cross_entropy,
 )
-from tests.played.alone import alone
+from tests.simulated.single import single_device
 
 
 def test_token_cross_entropy_is_the_mean_over_tokens_that_count():
@@ -77,8 +77,8 @@ def test_auxiliary_heads_count_less():
     torch.testing.assert_close(total / weight, main + 0.3 * first + 0.3 * second)
     assert metrics == classification(logits, targets)[2]
     # As the model evaluates: without heads.
-    alone, weight, _ = classification_with_auxiliary(logits, targets)
-    torch.testing.assert_close(alone / weight, main)
+    single_device, weight, _ = classification_with_auxiliary(logits, targets)
+    torch.testing.assert_close(single_device / weight, main)
 
 
 def test_segmentation_counts_pixels():
@@ -128,8 +128,8 @@ def test_bert_pretraining_weighs_samples_alike():
     ]
     total, _ = bert_pretraining(outputs, targets)
     torch.testing.assert_close(sum(part for part, _ in parts), total)
-    alone = F.cross_entropy(outputs[1][1], targets[1][1])
-    torch.testing.assert_close(parts[1][0], alone)
+    single_device = F.cross_entropy(outputs[1][1], targets[1][1])
+    torch.testing.assert_close(parts[1][0], single_device)
     one = F.cross_entropy(outputs[0][0, 0], targets[0][0, 0])
     torch.testing.assert_close(parts[0][0], one + F.cross_entropy(outputs[1][0], targets[1][0]))
 
@@ -143,9 +143,9 @@ def test_mean_squared_error_is_torchs():
 def test_losses_leave_the_device_alone():
     """Weights that the host knows were copied to the device, and the host waited each time."""
     outputs, targets = bert_batch(3)
-    with alone() as device:
-        logits, classes = map(device.bring, (torch.randn(3, 5), torch.zeros(3).long()))
-        there = [tuple(map(device.bring, nest)) for nest in (outputs, targets)]
+    with single_device() as device:
+        logits, classes = map(device.to_device, (torch.randn(3, 5), torch.zeros(3).long()))
+        there = [tuple(map(device.to_device, nest)) for nest in (outputs, targets)]
         device.host_waits.clear()
         assert mean_squared_error(logits, logits)[1] == 15
         assert bert_pretraining(*there)[1] == 3

@@ -12,9 +12,9 @@ from gpipe_hpc.models import mean_squared_error
 from gpipe_hpc.optim.masters import keep_masters
 from gpipe_hpc.optim.optimizer import build_optimizer, optimizer_memory
 from gpipe_hpc.planner import OptimizerMemory
-from gpipe_hpc.planner.costs.trial import Weight
+from gpipe_hpc.planner.costs.layer_trial import LayerWeight
 from gpipe_hpc.settings import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
-from tests.played.alone import alone
+from tests.simulated.single import single_device
 
 CONFIGS = [
     AdamWConfig(lr=1e-4, weight_decay=0.1),
@@ -143,7 +143,7 @@ def test_kernels_do_not_grow_with_the_weights(monkeypatch):
             pass
 
     def count(number, device):
-        weights = [nn.Parameter(device.bring(torch.ones(3).bfloat16())) for _ in range(number)]
+        weights = [nn.Parameter(device.to_device(torch.ones(3).bfloat16())) for _ in range(number)]
         optimizer, counts = keep_masters(Idle(weights)), []
         for _ in range(2):  # masters are made, and followed
             for weight in weights:
@@ -156,7 +156,7 @@ def test_kernels_do_not_grow_with_the_weights(monkeypatch):
         assert all(optimizer.state[weight]["master"].shape == (3,) for weight in weights)
         return counts
 
-    with alone() as device:
+    with single_device() as device:
         assert count(4, device) == count(16, device)
 
 
@@ -258,7 +258,7 @@ def test_what_the_plan_counts_is_what_is_kept(config, masters):
         for key, value in state.items()
         if key != "step" and value is not None
     )
-    counted = [Weight(str(i), w.numel(), w.nbytes, True) for i, w in enumerate(weights)]
+    counted = [LayerWeight(str(i), w.numel(), w.nbytes, True) for i, w in enumerate(weights)]
     assert optimizer_memory(config).of_weights(counted) == kept
     frozen = [weight._replace(is_trained=False) for weight in counted]
     assert OptimizerMemory.of(2).of_weights([*counted, *frozen]) == 2 * (15 * 2 + 7 * 4)

@@ -27,14 +27,14 @@ from gpipe_hpc.models import (
 from gpipe_hpc.models.losses import segmentation
 from gpipe_hpc.optim.optimizer import build_optimizer, optimizer_memory
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planner import Counted, Example, lay_out
+from gpipe_hpc.planner import CountedCosts, Example, lay_out
 from gpipe_hpc.planner.costs.counted import count_model
 from gpipe_hpc.planner.forecast import forecast
-from gpipe_hpc.planner.telling.sums import ring_bytes
+from gpipe_hpc.planner.report.reductions import ring_bytes
 from gpipe_hpc.pytree import tensors_of
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.settings import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
-from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.trainer.pipeline_request import request_of
 from gpipe_hpc.units import bytes_text
 from tests.support import metrics, train_here
 
@@ -428,7 +428,7 @@ def lay_out_of(*words):
     layers = build_target("model", config.model)
     sample = microbatch(config.data, samples_per_microbatch(config))
     example = Example(sample.inputs, sample.targets, token_cross_entropy, 0, HostDevice())
-    return lay_out(request_of(config), Counted(normalise_layers(layers), example))
+    return lay_out(request_of(config), CountedCosts(normalise_layers(layers), example))
 
 
 def rank_lines(text):

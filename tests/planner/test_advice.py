@@ -8,9 +8,9 @@ from torch import nn
 
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planner import LayerTimes, Partition, Request, lay_out
-from gpipe_hpc.planner.advice import Known, advise, layer_times
+from gpipe_hpc.planner.advice import KnownCosts, advise, layer_times
+from gpipe_hpc.planner.costs.cost_models import MEASURED
 from gpipe_hpc.planner.costs.counted import count_model
-from gpipe_hpc.planner.costs.gauges import MEASURED
 from gpipe_hpc.schedule import Costs, simulate
 
 LAYERS = [LayerSpec(nn.Linear, 16, 16) for _ in range(8)]
@@ -19,7 +19,7 @@ EVEN = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 8
 
 
 def known(times=EVEN):
-    return Known(LAYERS, times, COUNT)
+    return KnownCosts(LAYERS, times, COUNT)
 
 
 def asked(**wishes):
@@ -27,8 +27,8 @@ def asked(**wishes):
     return replace(request, **wishes)
 
 
-def advice(request, gauge, **more):
-    found = advise(request, lay_out(request, gauge), gauge, **more)
+def advice(request, cost_model, **more):
+    found = advise(request, lay_out(request, cost_model), cost_model, **more)
     return {each.settings: each for each in found}
 
 
@@ -149,8 +149,10 @@ def test_measured_times_are_spread_over_the_layers_as_the_basis_says():
     basis = tuple(LayerTimes.alike(f, 10 * f, 4 * f, 6 * f) for f in (1.0, 3.0, 2.0, 2.0))
     costs = Costs(forward=[8.0, 2.0], backward=[4.0, 6.0])
     request = Request(stages=2, microbatches=4, partition=[2, 2], recompute="never")
-    gauge = Known(LAYERS[:4], basis, count_model(LAYERS[:4], torch.empty(4, 16, device="meta")))
-    timeline = simulate(lay_out(request, gauge).schedule, costs)
+    cost_model = KnownCosts(
+        LAYERS[:4], basis, count_model(LAYERS[:4], torch.empty(4, 16, device="meta"))
+    )
+    timeline = simulate(lay_out(request, cost_model).schedule, costs)
     times = layer_times(timeline, [2, 2], basis)
     assert [each.forward for each in times] == [2.0, 6.0, 1.0, 1.0]
     assert [each.backward for each in times] == pytest.approx([1.0, 3.0, 3.0, 3.0])

@@ -6,24 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.device.device import device_to_come
+from gpipe_hpc.device.device import planned_device
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import normalise_layers
-from gpipe_hpc.planner import Counted, Example, Request, fit_stages, lay_out
+from gpipe_hpc.planner import CountedCosts, Example, Request, fit_stages, lay_out
 from tests.support import mean_square
 
 LAYERS = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())]
 
 
-def gauge():
+def cost_model():
     batch = torch.empty(4, 64, device="meta")
-    example = Example(batch, batch, mean_square, 0, device_to_come("cpu"))
-    return Counted(normalise_layers(LAYERS), example)
+    example = Example(batch, batch, mean_square, 0, planned_device("cpu"))
+    return CountedCosts(normalise_layers(LAYERS), example)
 
 
 def fit(ranks, **settings):
     asked = {"stages": "fit", "microbatches": 12, "partition": "time", "schedule": "zb_h1"}
-    return fit_stages(Request(**{**asked, **settings}), ranks, gauge())
+    return fit_stages(Request(**{**asked, **settings}), ranks, cost_model())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8])
@@ -31,7 +31,7 @@ def test_whatever_ranks_come_the_micro_batches_are_the_same(ranks):
     found = fit(ranks, replicas=2, microbatches=6).request
     assert found.stages * found.replicas == ranks
     assert found.replicas * found.microbatches == 12
-    assert lay_out(found, gauge()).schedule.num_ranks == found.stages
+    assert lay_out(found, cost_model()).schedule.num_ranks == found.stages
 
 
 def test_with_room_for_all_the_fastest_is_taken():
@@ -68,13 +68,13 @@ def test_what_tells_the_stages_already_is_refused():
     for name in ("paces", "memory_bytes"):
         with pytest.raises(ConfigError, match=rf"pipeline\.{name}: .* each of the 3 ranks"):
             fit(3, **{name: [1e9, 1e9]})
-    table = lay_out(Request(stages=2, microbatches=4), gauge()).schedule
+    table = lay_out(Request(stages=2, microbatches=4), cost_model()).schedule
     with pytest.raises(ConfigError, match="a schedule table of your own; set it to 2"):
-        fit_stages(replace(Request(stages="fit"), schedule=table), 2, gauge())
+        fit_stages(replace(Request(stages="fit"), schedule=table), 2, cost_model())
 
 
 def test_without_figures_the_layers_weigh_as_the_cut_says():
-    layers = Counted(normalise_layers(LAYERS), None)
+    layers = CountedCosts(normalise_layers(LAYERS), None)
     asked = Request(stages="fit", microbatches=12, partition="parameters", schedule="gpipe")
     found = fit_stages(asked, 3, layers).request
     assert (found.stages, found.replicas, found.microbatches) == (1, 3, 4)

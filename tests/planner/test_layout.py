@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gpipe_hpc.pipeline
-import gpipe_hpc.planner.costs.gauges
+import gpipe_hpc.planner.costs.cost_models
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.net.pickling import dumps, loads
 from gpipe_hpc.config import build_target, compose_config, conf_dir
@@ -20,13 +20,13 @@ from gpipe_hpc.data.shapes import microbatch, samples_per_microbatch
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import LayerSpec, loss_function
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planner import LayerTimes, Measured, Partition, Request, cut, lay_out, ordering
+from gpipe_hpc.planner import LayerTimes, MeasuredCosts, Partition, Request, cut, lay_out, ordering
 from gpipe_hpc.planner.costs.counted import count_model
-from gpipe_hpc.planner.forecast import held_bytes
+from gpipe_hpc.planner.forecast import peak_bytes_of_ranks
 from gpipe_hpc.pytree import tensors_of
 from gpipe_hpc.schedule import build, schedule_names, simulate, to_text
 from gpipe_hpc.settings import PipelineConfig
-from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.trainer.pipeline_request import request_of
 from gpipe_hpc.trainer.start import building
 
 FOREIGN = {"huggingface", "own"}  # models that are not of the zoo
@@ -93,8 +93,8 @@ def same_gauge(monkeypatch, request, counts):
                 known[key] = count_model(layers, *example, **how)
             return known[key]
 
-    monkeypatch.setattr(gpipe_hpc.planner.costs.gauges, "count_model", counted)
-    monkeypatch.setattr(gpipe_hpc.pipeline, "Measured", lambda counted: counted)
+    monkeypatch.setattr(gpipe_hpc.planner.costs.cost_models, "count_model", counted)
+    monkeypatch.setattr(gpipe_hpc.pipeline, "MeasuredCosts", lambda counted: counted)
     monkeypatch.setattr(Pipeline, "_build", lambda self, *_: None)
 
 
@@ -246,7 +246,7 @@ def test_a_faster_cut_that_does_not_fit_is_left():
         layout = lay_out(replace(request, partition=policy), Uneven())
         cuts[policy] = layout.partition.counts
         held[policy] = max(
-            held_bytes(Uneven.count, cuts[policy], layout.schedule, request.kept_states)
+            peak_bytes_of_ranks(Uneven.count, cuts[policy], layout.schedule, request.kept_states)
         )
     assert cuts["time"] != cuts["simulated"] and held["time"] < held["simulated"]
     tight = replace(request, partition="simulated", memory_bytes=held["simulated"] - 1)
@@ -261,7 +261,7 @@ def test_layers_are_measured_on_the_thread_that_runs_them(monkeypatch):
         noted.append(threading.current_thread().name)
         return FLOPS * 4
 
-    monkeypatch.setattr(Measured, "times", property(times))
+    monkeypatch.setattr(MeasuredCosts, "times", property(times))
 
     def body(world):
         Pipeline(LAYERS, nn.functional.mse_loss, partition="time", world=world)
@@ -278,7 +278,7 @@ def test_measuring_may_take_longer_than_a_rank_waits_for_another(monkeypatch):
         time.sleep(4)
         return FLOPS * 4
 
-    monkeypatch.setattr(Measured, "times", property(times))
+    monkeypatch.setattr(MeasuredCosts, "times", property(times))
 
     def body(world):
         pipe = Pipeline(LAYERS, nn.functional.mse_loss, partition="time", world=world)
@@ -369,7 +369,7 @@ def test_ranks_with_other_losses_are_refused():
     ids=["a list and a tuple", "a cut that only one rank knows"],
 )
 def test_the_same_cut_said_otherwise_is_none_other(given, monkeypatch):
-    monkeypatch.setattr(Measured, "times", property(lambda self: FLOPS * 4))
+    monkeypatch.setattr(MeasuredCosts, "times", property(lambda self: FLOPS * 4))
 
     def body(world):
         loss_fn = None if world.rank == 0 else nn.functional.mse_loss

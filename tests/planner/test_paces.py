@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.device.device import device_to_come
+from gpipe_hpc.device.device import planned_device
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import normalise_layers
 from gpipe_hpc.planner import (
-    Counted,
+    CountedCosts,
     Example,
     Partition,
     Request,
@@ -25,10 +25,10 @@ from gpipe_hpc.planner import (
     lay_out,
     ordering,
 )
-from gpipe_hpc.planner.advice import Known, advise, layer_times
-from gpipe_hpc.planner.costs.gauges import LayerTimes
-from gpipe_hpc.planner.cutting.uneven import cut_for_paces
-from gpipe_hpc.planner.telling.alternatives import forecast_of
+from gpipe_hpc.planner.advice import KnownCosts, advise, layer_times
+from gpipe_hpc.planner.costs.cost_models import LayerTimes
+from gpipe_hpc.planner.cutting.unequal_ranks import cut_for_paces
+from gpipe_hpc.planner.report.alternatives import forecast_of
 from gpipe_hpc.schedule import Costs, simulate
 from tests.support import mean_square
 
@@ -179,8 +179,8 @@ def known():
     """Return a gauge with the times of `Given`, and counts."""
     layers = normalise_layers([nn.Linear(8, 8) for _ in range(12)])
     batch = torch.empty(2, 8, device="meta")
-    example = Example(batch, batch, mean_square, 0, device_to_come("cpu"))
-    return Known(layers, Given.times, Counted(layers, example).count)
+    example = Example(batch, batch, mean_square, 0, planned_device("cpu"))
+    return KnownCosts(layers, Given.times, CountedCosts(layers, example).count)
 
 
 def simulated(layout, paces):
@@ -191,7 +191,7 @@ def simulated(layout, paces):
 def test_auto_heeds_paces_also_where_no_layer_was_measured():
     """With partition=parameters, or a cut by hand, the search was one for equally fast ranks."""
     layers = normalise_layers([nn.Linear(4, 4) for _ in range(6)])
-    gauge = type("Parameters", (Given,), {"layers": layers})()
+    cost_model = type("Parameters", (Given,), {"layers": layers})()
     asked = replace(
         ASKED,
         schedule="auto",
@@ -199,10 +199,10 @@ def test_auto_heeds_paces_also_where_no_layer_was_measured():
         schedule_options={"trials": 30},
         paces=[1, 3, 1],
     )
-    heeding = simulated(lay_out(asked, gauge), [1, 3, 1])
-    blind = simulated(lay_out(replace(asked, paces=None), gauge), [1, 3, 1])
+    heeding = simulated(lay_out(asked, cost_model), [1, 3, 1])
+    blind = simulated(lay_out(replace(asked, paces=None), cost_model), [1, 3, 1])
     assert heeding <= blind
-    options = ordering._with_costs(asked, cut(asked, gauge)).options["costs"]
+    options = ordering._with_costs(asked, cut(asked, cost_model)).options["costs"]
     assert options.paces == {0: 1, 1: 3, 2: 1}
 
 
@@ -249,10 +249,10 @@ def test_what_is_foreseen_of_a_step_knows_slow_ranks():
     """`plan` told the time of a step on equally fast ranks."""
     layers = normalise_layers([nn.Linear(8, 8) for _ in range(6)])
     batch = torch.empty(2, 8, device="meta")
-    gauge = Counted(layers, Example(batch, batch, mean_square, 0, device_to_come("cpu")))
+    cost_model = CountedCosts(layers, Example(batch, batch, mean_square, 0, planned_device("cpu")))
     asked = replace(ASKED, stages=2, partition=[3, 3])
     even, slow = (
-        forecast_of(lay_out(each, gauge), each, gauge, 12)
+        forecast_of(lay_out(each, cost_model), each, cost_model, 12)
         for each in (asked, replace(asked, paces=[1, 2]))
     )
     assert slow.timeline.makespan > 1.5 * even.timeline.makespan

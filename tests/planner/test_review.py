@@ -8,9 +8,9 @@ from torch import nn
 
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planner import LayerTimes, Request, lay_out
-from gpipe_hpc.planner.advice import Known, advise, layer_times
+from gpipe_hpc.planner.advice import KnownCosts, advise, layer_times
 from gpipe_hpc.planner.costs.counted import count_model
-from gpipe_hpc.planner.forecast import held_bytes
+from gpipe_hpc.planner.forecast import peak_bytes_of_ranks
 from gpipe_hpc.planner.review import by_forwards, review, slow_stages_text
 from gpipe_hpc.schedule import Costs, simulate
 
@@ -26,8 +26,8 @@ def asked(**wishes):
 
 
 def reviewed(times, **wishes):
-    gauge, request = Known(LAYERS, tuple(times), COUNT), asked(**wishes)
-    return review(request, lay_out(request, gauge), gauge, EVEN)
+    cost_model, request = KnownCosts(LAYERS, tuple(times), COUNT), asked(**wishes)
+    return review(request, lay_out(request, cost_model), cost_model, EVEN)
 
 
 def with_slow(layer):
@@ -60,8 +60,8 @@ def test_the_gain_is_that_of_the_simulated_step():
             stages.append(sum(each.forward for each in times[at : at + count]))
             at += count
         costs = Costs(forward=stages, backward=[2 * each for each in stages])
-        gauge = Known(LAYERS, times, COUNT)
-        return simulate(lay_out(asked(), gauge).schedule, costs).makespan
+        cost_model = KnownCosts(LAYERS, times, COUNT)
+        return simulate(lay_out(asked(), cost_model).schedule, costs).makespan
 
     assert found.gain == pytest.approx(1 - makespan(found.counts) / makespan((2,) * 4))
 
@@ -91,10 +91,10 @@ def test_the_seen_forwards_say_which_layer_of_a_stage_is_slow():
     """A stage's time alone does not tell: by FLOPs its two layers would share it."""
     request = asked()
     times = with_slow(5)
-    gauge = Known(LAYERS, times, COUNT)
+    cost_model = KnownCosts(LAYERS, times, COUNT)
     stages = [sum(each.forward for each in times[at : at + 2]) for at in range(0, 8, 2)]
     costs = Costs(forward=stages, backward=[2 * each for each in stages])
-    measured = simulate(lay_out(request, gauge).schedule, costs)
+    measured = simulate(lay_out(request, cost_model).schedule, costs)
     forwards = {index: each.forward for index, each in enumerate(times)}
     basis = by_forwards(EVEN, forwards, (2,) * 4)
     found = layer_times(measured, (2,) * 4, basis)
@@ -109,18 +109,18 @@ def test_a_layer_without_flops_takes_what_was_seen():
 
 
 def held(layout):
-    return held_bytes(COUNT, layout.partition.counts, layout.schedule, 2)
+    return peak_bytes_of_ranks(COUNT, layout.partition.counts, layout.schedule, 2)
 
 
 def test_a_cut_that_does_not_fit_is_not_named():
     """The rank that was to get three layers had memory for two."""
-    times, gauge = with_slow(0), Known(LAYERS, with_slow(0), COUNT)
+    times, cost_model = with_slow(0), KnownCosts(LAYERS, with_slow(0), COUNT)
     better = reviewed(times).counts
-    even = max(held(lay_out(asked(), gauge)))
+    even = max(held(lay_out(asked(), cost_model)))
     wide = better.index(max(better))
     limits = [2.0 * even if rank != wide else 1.01 * even for rank in range(4)]
     found = reviewed(times, memory_bytes=limits)
-    fitting = lay_out(asked(partition=found.counts), gauge)
+    fitting = lay_out(asked(partition=found.counts), cost_model)
     assert found.counts != better and found.gain > 0.1
     assert all(have <= most for have, most in zip(held(fitting), limits, strict=True))
     assert reviewed(times, memory_bytes=[1.0 * even] * 4) is None
@@ -131,8 +131,8 @@ def test_the_gain_of_a_roomier_cut_is_of_what_was_laid_out():
     """Its stages were timed as those of the cut that did not fit."""
     each = (4, 4, 1, 2, 1, 2, 1, 1)
     times = tuple(LayerTimes(*(factor * part for part in EVEN[0])) for factor in each)
-    gauge = Known(LAYERS, times, COUNT)
-    even = max(held(lay_out(asked(), gauge)))
+    cost_model = KnownCosts(LAYERS, times, COUNT)
+    even = max(held(lay_out(asked(), cost_model)))
     better = reviewed(times)
     wide = better.counts.index(max(better.counts))
     limits = [2.0 * even if rank != wide else 1.01 * even for rank in range(4)]
@@ -144,14 +144,14 @@ def test_the_gain_of_a_roomier_cut_is_of_what_was_laid_out():
             sum(each.forward for each in times[sum(counts[:k]) :][:n]) for k, n in enumerate(counts)
         ]
         costs = Costs(forward=stages, backward=[2 * each for each in stages])
-        return simulate(lay_out(asked(partition=counts), gauge).schedule, costs).makespan
+        return simulate(lay_out(asked(partition=counts), cost_model).schedule, costs).makespan
 
     assert found.gain == pytest.approx(1 - step_s(found.counts) / step_s((2,) * 4))
 
 
 def test_stages_that_took_other_times_than_planned_are_told():
     request = asked(partition="time")
-    cut = lay_out(request, Known(LAYERS, EVEN, COUNT)).partition
+    cut = lay_out(request, KnownCosts(LAYERS, EVEN, COUNT)).partition
     took = (*EVEN[:4], LayerTimes.alike(1.6, 3.2, 1.6, 1.6), *EVEN[5:])
     text = slow_stages_text(cut, took, EVEN)
     assert "stage 2 7.8 s, planned 6 s" in text and "stage 1" not in text
@@ -160,7 +160,7 @@ def test_stages_that_took_other_times_than_planned_are_told():
         == ""
     )
     # Of a cut without times only shares are known: twice as slow in all is as planned.
-    plain = lay_out(asked(), Known(LAYERS, EVEN, COUNT)).partition
+    plain = lay_out(asked(), KnownCosts(LAYERS, EVEN, COUNT)).partition
     double = tuple(LayerTimes(*(2 * part for part in each)) for each in EVEN)
     assert slow_stages_text(plain, double, EVEN) == ""
     assert "stage 0 12 s, planned 6 s" in slow_stages_text(cut, double, EVEN)
@@ -184,14 +184,14 @@ def test_where_cuts_are_simulated_the_named_one_is_too(schedule, slow):
     count = count_model(layers, torch.empty(4, 16, device="meta"))
     plain = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 12
     times = tuple(SLOW if index in slow else each for index, each in enumerate(plain))
-    gauge = Known(layers, times, count)
+    cost_model = KnownCosts(layers, times, count)
     request = Request(
         stages=2, microbatches=4, partition="simulated", recompute="never", schedule=schedule
     )
-    kept = lay_out(request, Known(layers, plain, count))
-    found = review(request, kept, gauge, plain)
-    best = lay_out(request, gauge).partition.counts
-    even = lay_out(replace(request, partition="time"), gauge).partition.counts
+    kept = lay_out(request, KnownCosts(layers, plain, count))
+    found = review(request, kept, cost_model, plain)
+    best = lay_out(request, cost_model).partition.counts
+    even = lay_out(replace(request, partition="time"), cost_model).partition.counts
     assert found is not None and found.counts == best != even
-    settings = [each.settings for each in advise(request, kept, gauge)]
+    settings = [each.settings for each in advise(request, kept, cost_model)]
     assert f"pipeline.partition=[{','.join(map(str, best))}]" in settings

@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planner import LayerTimes, Request, lay_out
-from gpipe_hpc.planner.advice import Known
+from gpipe_hpc.planner.advice import KnownCosts
 from gpipe_hpc.planner.costs.counted import count_model
 from gpipe_hpc.planner.review import Review
 from gpipe_hpc.planner.run_review import review_run
@@ -73,7 +73,7 @@ def test_of_given_clocks_the_slow_layer_is_named_with_its_cut():
     count = count_model(layers, torch.empty(4, 16, device="meta"))
     even = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 8
     request = Request(stages=4, microbatches=8, partition="uniform", recompute="never")
-    known = Known(layers, even, count)
+    known = KnownCosts(layers, even, count)
     layout = lay_out(request, known)
     forwards_s = {index: 6.0 if index == 5 else 1.0 for index in range(8)}
     stages = [forwards_s[at] + forwards_s[at + 1] for at in range(0, 8, 2)]

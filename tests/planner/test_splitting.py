@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.planner import LayerTimes, Request, lay_out
-from gpipe_hpc.planner.advice import Known
+from gpipe_hpc.planner.advice import KnownCosts
 from gpipe_hpc.planner.costs.counted import count_model
 from gpipe_hpc.planner.splitting import gain_of_splitting
 from gpipe_hpc.schedule import simulate
@@ -24,24 +24,24 @@ def asked(schedule, microbatches=8, **wishes):
     return request.in_rows(7, 4, 2 * microbatches)
 
 
-def gauge_of(input_gradient=1.0, weight_gradient=1.0):
+def cost_model_of(input_gradient=1.0, weight_gradient=1.0):
     backward = input_gradient + weight_gradient
     times = LayerTimes.alike(1.0, backward, input_gradient, weight_gradient)
-    return Known(LAYERS, (times,) * len(LAYERS), COUNT)
+    return KnownCosts(LAYERS, (times,) * len(LAYERS), COUNT)
 
 
-def said(request, gauge):
-    return gain_of_splitting(request, lay_out(request, gauge), gauge)
+def said(request, cost_model):
+    return gain_of_splitting(request, lay_out(request, cost_model), cost_model)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_the_gain_is_that_of_the_table_that_would_run(schedule):
-    gauge = gauge_of()
+    cost_model = cost_model_of()
     took = [
         simulate(layout.schedule, layout.partition.stage_costs()).makespan
-        for layout in (lay_out(asked(name), gauge) for name in (schedule, "zb_h1"))
+        for layout in (lay_out(asked(name), cost_model) for name in (schedule, "zb_h1"))
     ]
-    text = said(asked(schedule), gauge)
+    text = said(asked(schedule), cost_model)
     (percent,) = re.fullmatch(
         r"with pipeline\.schedule=zb_h1 a step would be (\d+) % shorter \(simulated, .*\)", text
     ).groups()
@@ -49,18 +49,18 @@ def test_the_gain_is_that_of_the_table_that_would_run(schedule):
 
 
 def test_nothing_is_said_where_little_is_gained_or_it_cannot_be():
-    gauge = gauge_of()
-    assert said(asked("zb_h1"), gauge) == ""
-    assert said(asked("one_f_one_b", microbatches=200), gauge) == ""
-    assert said(asked("one_f_one_b", compile=True), gauge) == ""
+    cost_model = cost_model_of()
+    assert said(asked("zb_h1"), cost_model) == ""
+    assert said(asked("one_f_one_b", microbatches=200), cost_model) == ""
+    assert said(asked("one_f_one_b", compile=True), cost_model) == ""
     whole = Request(stages=2, microbatches=8, partition="time", schedule="gpipe")
-    assert said(whole, gauge) == ""
+    assert said(whole, cost_model) == ""
 
 
 def test_what_would_not_fit_is_not_told():
-    gauge = gauge_of()
-    assert said(asked("one_f_one_b", memory_bytes=1e9), gauge)
-    assert said(asked("one_f_one_b", memory_bytes=10.0), gauge) == ""
+    cost_model = cost_model_of()
+    assert said(asked("one_f_one_b", memory_bytes=1e9), cost_model)
+    assert said(asked("one_f_one_b", memory_bytes=10.0), cost_model) == ""
 
 
 def test_a_memory_without_an_example_starts_a_run_with_holes(caplog):

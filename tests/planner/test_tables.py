@@ -3,12 +3,12 @@
 import pytest
 
 from gpipe_hpc.errors import ConfigError, ScheduleError
-from gpipe_hpc.planner.tables import make_tables, table_asked_for
+from gpipe_hpc.planner.tables import make_tables, requested_table
 from gpipe_hpc.schedule import Op, Schedule, build, lower
 
 
 def tables(schedule, recompute="always", **options):
-    table = table_asked_for(schedule, ranks=2, microbatches=3, options=options)
+    table = requested_table(schedule, ranks=2, microbatches=3, options=options)
     return make_tables(table, recompute)
 
 

@@ -9,7 +9,7 @@ from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.preflight import folder as looked_at
 from gpipe_hpc.preflight.folder import await_run, check_folder
-from gpipe_hpc.trainer.run.identity import Run, write_run
+from gpipe_hpc.trainer.run.identity import RunIdentity, write_run
 
 
 def look(path, size=3, limit_s=10.0):
@@ -55,11 +55,11 @@ def test_what_is_no_folder_is_named(tmp_path):
 def test_a_run_that_is_seen_is_not_waited_for(tmp_path):
     name = write_run(tmp_path, {})
     began_s = time.monotonic()
-    await_run(Run(tmp_path, name, is_repeated=False), rank=1, limit_s=60.0)
+    await_run(RunIdentity(tmp_path, name, is_repeated=False), rank=1, limit_s=60.0)
     assert time.monotonic() - began_s < 30
 
 
 def test_a_run_that_is_not_seen_is_told_with_its_folder(tmp_path):
     write_run(tmp_path, {})
     with pytest.raises(ConfigError, match=r"rank 7 on \S+ does not see the run\.json of rank 0"):
-        await_run(Run(tmp_path, "f" * 32, is_repeated=False), rank=7, limit_s=0.1)
+        await_run(RunIdentity(tmp_path, "f" * 32, is_repeated=False), rank=7, limit_s=0.1)

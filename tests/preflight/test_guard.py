@@ -7,7 +7,7 @@ import pytest
 
 from gpipe_hpc.comm.world.launcher import Launch
 from gpipe_hpc.preflight import guard
-from gpipe_hpc.preflight.guard import meeting_within
+from gpipe_hpc.preflight.guard import limit_start_time
 
 LAUNCH = Launch(3, 4, 1, 2, "torchrun", "10.0.0.1", 29500)
 
@@ -24,7 +24,7 @@ def ended(monkeypatch):
 def test_a_meeting_that_does_not_end_is_ended_with_rank_host_and_address(ended, capfd):
     """A link that was cut right after the first answer: all ranks waited for more than a minute."""
     codes, called = ended
-    with meeting_within(LAUNCH, 0.05):
+    with limit_start_time(LAUNCH, 0.05):
         assert called.wait(30)
     assert codes == [1]
     told = capfd.readouterr().err
@@ -33,6 +33,6 @@ def test_a_meeting_that_does_not_end_is_ended_with_rank_host_and_address(ended, 
 
 
 def test_a_meeting_that_ends_is_left_alone(ended):
-    with meeting_within(LAUNCH, 0.2):
+    with limit_start_time(LAUNCH, 0.2):
         pass
     assert not ended[1].wait(0.5)

@@ -24,7 +24,7 @@ def test_the_memory_of_accelerators_is_theirs():
     words = [*TINY, "pipeline.stages=2", "train.device=cuda"]
     plain = plan_layout(compose_config(words), 2).ranks
     saving = plan_layout(compose_config([*words, "checkpoint.in_background=true"]), 2).ranks
-    assert all(each.lies_apart and each.saving_bytes for each in saving)
+    assert all(each.is_on_device and each.saving_bytes for each in saving)
     assert [e.total_bytes for e in saving] == [e.total_bytes for e in plain]
 
 

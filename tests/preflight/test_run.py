@@ -10,16 +10,16 @@ from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ConfigError, DeviceError
 from gpipe_hpc.planner.cluster_file import read_cluster
 from gpipe_hpc.planner.costs.prices import read_prices
-from gpipe_hpc.planner.links import Links
+from gpipe_hpc.planner.links import TimedLinks
 from gpipe_hpc.preflight import measuring
 from gpipe_hpc.preflight import run as running
-from gpipe_hpc.preflight.before import Files
-from gpipe_hpc.preflight.clocks import Reading
+from gpipe_hpc.preflight.clocks import ClockReading
 from gpipe_hpc.preflight.facts import Facts
-from gpipe_hpc.preflight.report import Report, hosts_text, slow_texts, time_text
-from gpipe_hpc.preflight.room import MemoryNeed
+from gpipe_hpc.preflight.memory_needs import MemoryNeed
+from gpipe_hpc.preflight.rank_checks import OpenFiles
+from gpipe_hpc.preflight.report import PreflightReport, hosts_text, slow_texts, time_text
 from gpipe_hpc.preflight.run import preflight
-from gpipe_hpc.preflight.timing import CHANNELS, SUMS, Way
+from gpipe_hpc.preflight.timing import CHANNELS, SUMS, TimedLink
 
 TINY = ("model.num_layers=4", "model.width=16", "model.num_heads=2", "data=synthetic")
 
@@ -153,7 +153,7 @@ def test_a_slow_line_is_found_and_named(tmp_path, monkeypatch):
     assert (2, 3) in read_cluster(tmp_path / "links.yaml").rank_links
 
 
-def facts(rank, host="a", machine="k1", came=0.0, **changed):
+def facts(rank, host="a", machine="k1", entry=0.0, **changed):
     found = Facts(
         rank=rank,
         host=host,
@@ -165,17 +165,17 @@ def facts(rank, host="a", machine="k1", came=0.0, **changed):
         host_free_bytes=8 * 10**9,
         shm_free_bytes=10**9,
         planned_bytes=10**6 * (1 + rank),
-        files=Files(-100, rank, host, 300, 1024),
+        files=OpenFiles(-100, rank, host, 300, 1024),
         needs=(),
-        came=Reading(came, rank, host),
-        left=Reading(came + 0.002, rank, host),
+        entry=ClockReading(entry, rank, host),
+        exit=ClockReading(entry + 0.002, rank, host),
     )
     return found._replace(**changed)
 
 
 def test_hosts_are_told_with_the_least_that_is_free():
     text = hosts_text(
-        [facts(0), facts(1, host_free_bytes=2 * 10**9), facts(2, "b", "k2", came=30.0)]
+        [facts(0), facts(1, host_free_bytes=2 * 10**9), facts(2, "b", "k2", entry=30.0)]
     )
     lines = text.splitlines()
     heads = [*("host", "ranks", "device", "planned", "free", "memory"), "/dev/shm"]
@@ -200,7 +200,7 @@ class NotPlanned:
 def test_what_a_run_may_go_on_with_is_a_warning():
     each = [
         facts(0),
-        facts(1, "a", "k2", came=60.0, python="3.12.1", device="H100"),
+        facts(1, "a", "k2", entry=60.0, python="3.12.1", device="H100"),
     ]
     doubts = "\n".join(running._doubts(NotPlanned(), each))
     assert "memory could not be planned" in doubts and "the data are not there" in doubts
@@ -212,8 +212,8 @@ def test_what_a_run_may_go_on_with_is_a_warning():
 
 def test_many_slow_links_are_told_in_few_lines():
     hosts = [f"h{k}" for k in range(101)]
-    ways = [Way(k, k + 1, 1.0 if k < 30 else 1e-3, 1e9) for k in range(100)]
-    texts = slow_texts(Links(hosts, ways), [facts(k, hosts[k], hosts[k]) for k in range(101)])
+    ways = [TimedLink(k, k + 1, 1.0 if k < 30 else 1e-3, 1e9) for k in range(100)]
+    texts = slow_texts(TimedLinks(hosts, ways), [facts(k, hosts[k], hosts[k]) for k in range(101)])
     assert len(texts) == 17
     assert texts[0].startswith("slow link: rank 0 on h0 to rank 1 on h1 has 1.00 s")
     assert "do not use the host" in texts[0]
@@ -230,7 +230,7 @@ def test_slow_ranks_are_named_and_written():
 
 
 def test_a_report_says_what_it_found():
-    report = Report("head", [facts(0)], Links(["a"], []), [], "/run")
+    report = PreflightReport("head", [facts(0)], TimedLinks(["a"], []), [], "/run")
     assert str(report).endswith("all fine; checked in 0.0 s")
     doubted = replace(report, doubts=["x"])
     assert "warning: x\nfit, with 1 warning(s)" in str(doubted)

@@ -9,7 +9,7 @@ import pytest
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.preflight.lines import ChannelConnection, GroupConnection
+from gpipe_hpc.preflight.connections import ChannelConnection, GroupConnection
 from gpipe_hpc.preflight.timing import sizes_up_to, time_line
 from gpipe_hpc.schedule import Channel
 

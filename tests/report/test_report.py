@@ -14,12 +14,12 @@ from gpipe_hpc.report.accounting import account_of, shares
 from gpipe_hpc.report.blocks import Curve
 from gpipe_hpc.report.findings import findings_of
 from gpipe_hpc.report.markdown import render_markdown
-from gpipe_hpc.report.pace import slow_ones, timed_layers
+from gpipe_hpc.report.pace import slow_parts, timed_layers
 from gpipe_hpc.report.record import read_record
 from gpipe_hpc.report.sections import report_of
 from gpipe_hpc.report.transfers import with_transfers
 from gpipe_hpc.schedule import Costs, Timeline, build, mean_costs, schedule_of, simulate
-from gpipe_hpc.trainer.traces.files import Around, read_step, write_trace
+from gpipe_hpc.trainer.traces.files import OutsideActivity, read_step, write_trace
 
 FORWARD, BACKWARD = 0.010, 0.020
 VOID = {"meta", "br"}
@@ -94,7 +94,7 @@ def first_finding(folder):
 
 
 def test_parts_of_a_step_add_up_to_what_it_took(tmp_path):
-    late = tuple((Around("reading", -0.002, 0.004 * (r == 2)),) for r in range(8))
+    late = tuple((OutsideActivity("reading", -0.002, 0.004 * (r == 2)),) for r in range(8))
     folder = leave(tmp_path, timeline(send=0.003), stalls=[(4, 0.02), (7, 0.01)], around=late)
     record = read_record(folder)
     account = account_of(record)
@@ -134,7 +134,7 @@ def test_time_that_a_rank_lost_to_reading_or_to_its_host_is_called_so():
 
     rows = tuple(tuple(later(e, 0.5) for e in row) for row in measured.events)
     # Rank 0 read for 0.3 s longer than the pipeline of the other replica waited for.
-    around = ((), (), (), (), (Around("reading", 0.0, 0.5),), (), (), ())
+    around = ((), (), (), (), (OutsideActivity("reading", 0.0, 0.5),), (), (), ())
     late = read_of([measured, replace(measured, events=rows)], around)
     assert shares(late)[4].seconds["reading data"] == pytest.approx(0.5)
     assert shares(late)[0].seconds["other replicas"] == pytest.approx(0.5)
@@ -176,19 +176,19 @@ def test_paces_are_advised_once_for_all_ranks_and_not_where_the_cut_knows_them(t
     slow = timeline([FORWARD, 2 * FORWARD, FORWARD, 1.5 * FORWARD])
     folder = leave(tmp_path, slow, timeline(), took=took)
     record = read_record(folder)
-    slow_ones = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
-    assert {each.settings for each in slow_ones} == {"'pipeline.paces=[1,2,1,1.5]'"}
+    slow_parts = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
+    assert {each.settings for each in slow_parts} == {"'pipeline.paces=[1,2,1,1.5]'"}
     layout = json.loads((folder / "summary.json").read_text())["layout"]
     change_summary(folder, layout=layout | {"paces": [1.05, 2.0, 1.0, 1.4]})
     record = read_record(folder)
-    slow_ones = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
-    assert slow_ones and not any(each.settings for each in slow_ones)
+    slow_parts = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
+    assert slow_parts and not any(each.settings for each in slow_parts)
     change_summary(folder, layout=layout)
     with (folder / "config.yaml").open("a") as settings:
         settings.write("pipeline:\n  partition: [2, 2, 2, 2]\n")
     record = read_record(folder)
-    slow_ones = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
-    assert slow_ones and not any(each.settings for each in slow_ones)
+    slow_parts = [e for e in findings_of(record, account_of(record)) if "is slow" in e.what]
+    assert slow_parts and not any(each.settings for each in slow_parts)
 
 
 def test_a_slow_layer_is_named_where_layers_were_not_counted(tmp_path):
@@ -199,7 +199,7 @@ def test_a_slow_layer_is_named_where_layers_were_not_counted(tmp_path):
             layer["forward_s"] = FORWARD / 2
     change_summary(folder, layers=None, ranks=summary["ranks"])
     record = read_record(folder)
-    assert [each.layer for each in slow_ones(timed_layers(record))] == [5]
+    assert [each.layer for each in slow_parts(timed_layers(record))] == [5]
     found = findings_of(record, account_of(record))  # ended in a TypeError
     assert not any("Layer 5" in each.what for each in found)  # it costs no step anything
 
@@ -566,7 +566,7 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch, settings, said):
 
 def test_a_trace_keeps_what_ranks_did_around_the_pipeline(tmp_path):
     measured = timeline()
-    row = (Around("reading", -0.5, 0.25), Around("optimizer", 1.0, 1.5))
+    row = (OutsideActivity("reading", -0.5, 0.25), OutsideActivity("optimizer", 1.0, 1.5))
     path = write_trace([measured], tmp_path, 5, around=[row, (), (), ()])
     step = read_step(path)
     assert step.step == 5 and step.around == (row, (), (), ())

@@ -8,8 +8,8 @@ import torch
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planner.costs.trial import Weight
-from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.planner.costs.layer_trial import LayerWeight
+from gpipe_hpc.trainer.pipeline_request import request_of
 from gpipe_hpc.verify.run import verify
 from tests.support import product, train_here
 
@@ -174,8 +174,8 @@ def test_a_plan_counts_what_is_kept_between_steps(words, states):
     """Residual, anchor, momentum: a float32 of each parameter, as the run's own state says."""
     request = request_of(compose_config([*SMALL, *words]))
     memory = request.kept_states.among(request.replicas)
-    assert memory.outer_states + memory.apart_states == states
-    weight = Weight("weight", 10, 20, is_trained=True)
+    assert memory.outer_states + memory.local_sgd_states == states
+    weight = LayerWeight("weight", 10, 20, is_trained=True)
     assert memory.of_weights([weight]) == memory._replace(
-        outer_states=0, apart_states=0
+        outer_states=0, local_sgd_states=0
     ).of_weights([weight]) + (40 * states)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpipe_hpc.planner.costs.gauges import LayerTimes
+from gpipe_hpc.planner.costs.cost_models import LayerTimes
 from gpipe_hpc.trainer.calibrating import _of_the_largest
 
 

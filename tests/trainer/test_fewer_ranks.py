@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from gpipe_hpc.errors import GpipeError
-from gpipe_hpc.planner.cutting.uneven import cut_for_ranks
+from gpipe_hpc.planner.cutting.unequal_ranks import cut_for_ranks
 from tests.support import metrics, train_here
 
 MINE = '''

@@ -10,7 +10,7 @@ from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.trainer import loop
 from gpipe_hpc.trainer.loop import run_training
 from gpipe_hpc.trainer.signals import StopRequest
-from tests.played.world import run_played
+from tests.simulated.world import run_simulated
 from tests.support import metrics, train_here
 
 WITHIN_FIRST = 3  # steps in which layers are looked at
@@ -19,7 +19,7 @@ WITHIN_FIRST = 3  # steps in which layers are looked at
 def train_played(ranks, *overrides):
     config = compose_config(overrides)
     check_config(config, ranks)
-    return run_played(ranks, lambda world: run_training(config, world, StopRequest()))
+    return run_simulated(ranks, lambda world: run_training(config, world, StopRequest()))
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 import pytest
 
-from gpipe_hpc.trainer.one_step import Laps
+from gpipe_hpc.trainer.one_step import StepTimestamps
 
 
 def laps(began, read, piped):
-    return Laps(began, read, piped, piped, piped + 1, piped + 3, piped + 4)
+    return StepTimestamps(began, read, piped, piped, piped + 1, piped + 3, piped + 4)
 
 
 def test_what_comes_behind_the_pipeline_is_its_edge():

@@ -22,14 +22,14 @@ def press(number=signal.SIGINT):
 def at_last(ending):
     print("at last", flush=True)
 
-with stop.doing_last(lambda ending: print("earlier", flush=True)):
-    with stop.doing_last(at_last):
+with stop.before_exit(lambda ending: print("earlier", flush=True)):
+    with stop.before_exit(at_last):
         if "steps" not in sys.argv:
             press()
         with stop.between_steps():
             press(signal.SIGTERM if "term" in sys.argv else signal.SIGINT)
             press()  # passed on by a launcher within the same moment
-            print("goes on", stop.came, stop.signal.name, flush=True)
+            print("goes on", stop.is_requested, stop.signal.name, flush=True)
             if "twice" in sys.argv:
                 time.sleep(0.6)
                 threading.Timer(0.1, press).start()
@@ -113,17 +113,17 @@ if "fork" in how:
         time.sleep(0.2)
         os.kill(pid, number)
         time.sleep(1.5)
-        print("own", stop.came, flush=True)
+        print("own", stop.is_requested, flush=True)
         os.kill(pid, signal.SIGKILL)
 elif "steps" in how:
     with stop.between_steps(edge_limit_s=0.5, doing=lambda: "step 7, waiting for rank 3"):
         if "obeyed" in how:
             press()
-            stop.obey()
+            stop.accept()
             time.sleep(1.5)
         elif "saves" in how:
             press()
-            with stop.unhurried():
+            with stop.without_deadline():
                 time.sleep(1.5)
         else:
             wait_in_c()
@@ -135,7 +135,7 @@ elif "end" in how:
     time.sleep(1.0)
     print("left", flush=True)
 else:
-    with stop.doing_last(lambda ending: print("last:", ending.words, flush=True)):
+    with stop.before_exit(lambda ending: print("last:", ending.words, flush=True)):
         if "alone" in how:
             wait_in_c()
         if "raised" in how:

@@ -47,7 +47,7 @@ def test_buffers_that_recomputation_finds_changed(compared, monkeypatch):
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_statistics_that_a_layers_own_checkpoint_updates_again(compared, monkeypatch, recompute):
     monkeypatch.setattr(batchnorm, "_is_rerun", lambda: False)
-    monkeypatch.setattr(batchnorm.Within, "begin", lambda self: None)
+    monkeypatch.setattr(batchnorm.PipelineStep, "begin", lambda self: None)
     report = compared("model.kind=inner_norm", f"pipeline.recompute={recompute}")
     assert differing(report) == ["buffers"]
     assert "layers.1.inner.1.running_mean" in report.first

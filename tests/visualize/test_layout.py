@@ -20,7 +20,7 @@ from gpipe_hpc.schedule.memory import live_activations
 from gpipe_hpc.schedule.waits import DataFlow
 from gpipe_hpc.visualize.colours import GROUNDS, HUES, IDLE, INK, MUTED, PAGE, Tints, fill, ink_on
 from gpipe_hpc.visualize.layout import layout
-from gpipe_hpc.visualize.scene import MARK_HEIGHT, Rect, Text, clock_for, label_fits, round_step
+from gpipe_hpc.visualize.scene import MARK_HEIGHT, Rect, TextLine, clock_for, label_fits, round_step
 
 COSTS = Costs(forward=1, input_gradient=1, weight_gradient=1, recompute=1)
 
@@ -120,14 +120,14 @@ def luminance(colour):
 def test_the_legend_says_what_light_and_dark_stand_for(name, options, words):
     timeline = timeline_of(name, **options)
     assert Tints(timeline).words == words
-    texts = [each.text for each in layout([timeline]).fixed if isinstance(each, Text)]
+    texts = [each.text for each in layout([timeline]).fixed if isinstance(each, TextLine)]
     assert (words in texts) == bool(words)
 
 
 def test_each_of_compared_timelines_has_the_legend_of_its_own_colours():
     """The tints of the first alone were explained, and the ops of all stood beside it."""
     scene = layout([timeline_of("gpipe"), timeline_of("zb_v"), timeline_of("gpipe")])
-    texts = [each.text for each in scene.fixed if isinstance(each, Text)]
+    texts = [each.text for each in scene.fixed if isinstance(each, TextLine)]
     assert texts.count("backward") == 1
     assert texts.count("input gradient") == texts.count("light to dark: stages 0-3, 4-7") == 1
     assert texts.index("backward") < texts.index("input gradient")
@@ -154,7 +154,7 @@ def test_copies_and_reductions_stand_below_the_row_of_their_rank():
         if event.action.op in ("OFFLOAD", "FETCH", "REDUCE_GRAD")
     ]
     assert first.y + first.height < first.mark_y < first.mark_y + MARK_HEIGHT < second.y
-    texts = [each.text for each in scene.fixed if isinstance(each, Text)]
+    texts = [each.text for each in scene.fixed if isinstance(each, TextLine)]
     assert {"copy to the host", "copy back", "reduction over replicas"} <= set(texts)
     assert not any(row.marks for row in layout([timeline_of("gpipe")]).sections[0].rows)
 
@@ -253,7 +253,7 @@ def test_layout_shows_idle_time_and_all_timelines_on_one_scale():
     bottoms = [section.axes[-1].y for section in scene.sections]
     assert bottoms[0] < scene.sections[1].rows[0].y and bottoms[1] < scene.height
     # Each legend names the ops of its timeline.
-    words = [each.text for each in scene.fixed if isinstance(each, Text)]
+    words = [each.text for each in scene.fixed if isinstance(each, TextLine)]
     assert words.count("forward") == 2 and words.count("weight gradient") == 1
     assert "recompute" not in words
 
@@ -269,7 +269,7 @@ def test_layout_of_many_ranks_stays_on_the_page():
     events = tuple((Event(rank, parse_action(f"{rank}F0"), rank, rank + 1),) for rank in range(512))
     scene = layout([Timeline(events, 512, 1)])
     assert scene.height < 4000
-    labels = [each for each in scene.fixed if isinstance(each, Text) and each.anchor == "end"]
+    labels = [each for each in scene.fixed if isinstance(each, TextLine) and each.anchor == "end"]
     heights = sorted(each.y for each in labels if each.text.startswith("rank"))
     assert min(b - a for a, b in itertools.pairwise(heights)) > 8
 

@@ -30,7 +30,7 @@ from experiments.outer.collectives.figures import markdown
 from experiments.outer.collectives.running import run_ranks
 from experiments.outer.collectives.tuning import predicted
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.schedule import (
     Action,
     Costs,
@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     world = start_world(device="cpu", backend=args.backend, timeout_s=120.0)
-    with together(world, "training"):
+    with collective_errors(world, "training"):
         widths = [args.width] * (args.layers + 1)
         found = measured(world, widths, 1e-3 * args.compute_ms, args.steps)
     if world.rank == 0:

@@ -29,7 +29,7 @@ from experiments.outer.collectives.menu import (
 from experiments.outer.collectives.tuning import predicted
 from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 
 SIZES: Final = (1024, 16 * 1024, 128 * 1024, 1024**2, 8 * 1024**2)
 _WARM_UP: Final = 2
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     world = start_world(device=args.device, backend=args.backend, timeout_s=120.0)
-    with together(world, "timing collectives"):
+    with collective_errors(world, "timing collectives"):
         found = time_all(world, args.collectives, args.bytes, args.repeats, args.group)
     if world.rank == 0:
         args.out.write_text(json.dumps(found.as_json()))

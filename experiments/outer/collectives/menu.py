@@ -30,10 +30,10 @@ from experiments.outer.collectives.trees import (
     two_level_tree,
 )
 from gpipe_hpc.comm.collectives.direct import rank_order_all_reduce
-from gpipe_hpc.comm.collectives.group import Group, Pending
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.comm.collectives.halving import halving_reduce_scatter, rabenseifner_all_reduce
 from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
-from gpipe_hpc.comm.collectives.plan import Place, Plan, even_counts
+from gpipe_hpc.comm.collectives.plan import Plan, PlanPosition, even_counts
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.collectives.tree import binomial_broadcast, scatter_ring_broadcast
@@ -60,7 +60,7 @@ class Case(NamedTuple):
     counts: tuple[int, ...] = ()
 
 
-Planner = Callable[[Place, Case], Plan]
+Planner = Callable[[PlanPosition, Case], Plan]
 
 PLANNERS: Final[Mapping[str, Mapping[str, Planner]]] = MappingProxyType(
     {
@@ -133,13 +133,13 @@ PLANNERS: Final[Mapping[str, Mapping[str, Planner]]] = MappingProxyType(
 """By collective and algorithm."""
 
 
-def plan(collective: str, algorithm: str, place: Place, case: Case) -> Plan:
+def plan(collective: str, algorithm: str, place: PlanPosition, case: Case) -> Plan:
     """Return what a rank sends and receives."""
     return PLANNERS[collective][algorithm](place, case)
 
 
 @lru_cache(maxsize=64)
-def _kept_plan(collective: str, algorithm: str, place: Place, case: Case) -> Plan:
+def _kept_plan(collective: str, algorithm: str, place: PlanPosition, case: Case) -> Plan:
     return plan(collective, algorithm, place, case)
 
 
@@ -158,7 +158,7 @@ def start(
     block_bytes: int = DEFAULT_BLOCK_BYTES,
     hosts: Sequence[int] | None = None,
     counts: Sequence[int] | None = None,
-) -> Pending:
+) -> CollectiveHandle:
     """Start a collective of `PLANNERS` over a tensor, in place; see `Case`.
 
     `block_bytes`: of those that are pipelined. `hosts`: None: all ranks are on one. Raises
@@ -184,7 +184,7 @@ def start(
         hosts=(0,) * group.size if hosts is None else tuple(hosts),
         counts=() if counts is None else checked_counts(tensor, counts, group.size),
     )
-    steps = _kept_plan(collective, algorithm, Place(group.size, group.position), case)
+    steps = _kept_plan(collective, algorithm, PlanPosition(group.size, group.position), case)
     return group.start_plan(steps, tensor, f"{collective} by {algorithm}, {case}")
 
 
@@ -207,5 +207,5 @@ def run_backend(group: Group, collective: str, tensor: torch.Tensor, root: int =
         dist.all_gather_into_tensor(tensor, own, group=ranks)
 
 
-def _counts(place: Place, case: Case) -> tuple[int, ...]:
+def _counts(place: PlanPosition, case: Case) -> tuple[int, ...]:
     return case.counts or even_counts(case.length, place.size)

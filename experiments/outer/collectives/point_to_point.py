@@ -28,7 +28,7 @@ from experiments.outer.collectives.plot import logarithmic
 from experiments.outer.collectives.running import run_ranks
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.schedule import Channel
 
 SIZES: Final = tuple(4**power for power in range(12))
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     world = start_world(device=args.device, backend=args.backend, timeout_s=120.0)
-    with together(world, "timing messages"):
+    with collective_errors(world, "timing messages"):
         assert world.size == 2, f"two ranks are timed, got {world.size}"
         found = measured(world, args.bytes, args.repeats, args.staged_bytes)
     if world.rank == 0:

@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpipe_hpc.comm.collectives.plan import (
-    Move,
-    Place,
+    ElementSpan,
     Plan,
-    Span,
-    Step,
+    PlanMove,
+    PlanPosition,
+    PlanStep,
     even_counts,
     moves,
     planned,
@@ -154,9 +154,9 @@ def double_binary_trees(n: int) -> tuple[Tree, Tree]:
     return Tree(tuple(first)), Tree(tuple(second))
 
 
-def blocks_of(count: int, block: int) -> tuple[Span, ...]:
+def blocks_of(count: int, block: int) -> tuple[ElementSpan, ...]:
     """Cut `count` elements into blocks of `block`, the last one maybe shorter."""
-    return tuple(Span(start, min(start + block, count)) for start in range(0, count, block))
+    return tuple(ElementSpan(start, min(start + block, count)) for start in range(0, count, block))
 
 
 # What goes along them. Steps have a time, which is the same on all ranks.
@@ -168,19 +168,19 @@ class _Times:
     def __init__(self, tree: Tree, position: int) -> None:
         self._depth, self._height = tree.depth(position), tree.height
         self._parent, self._children = tree.parents[position], tree.children(position)
-        self.up: list[tuple[int, Move]] = []
-        self.down: list[tuple[int, Move]] = []
-        self.adds: list[tuple[int, Move]] = []
-        self.takes: list[tuple[int, Move]] = []
+        self.up: list[tuple[int, PlanMove]] = []
+        self.down: list[tuple[int, PlanMove]] = []
+        self.adds: list[tuple[int, PlanMove]] = []
+        self.takes: list[tuple[int, PlanMove]] = []
 
-    def hand_down(self, blocks: Sequence[Span], begin: int = 0) -> None:
+    def broadcast_down(self, blocks: Sequence[ElementSpan], begin: int = 0) -> None:
         """Hand blocks on from the root to all."""
         for time, span in enumerate(blocks, begin + self._depth):
             self.down += [(time, move) for child in self._children for move in moves(child, span)]
             if self._parent is not None:
                 self.takes += [(time - 1, move) for move in moves(self._parent, span)]
 
-    def sum_up(self, blocks: Sequence[Span]) -> None:
+    def sum_up(self, blocks: Sequence[ElementSpan]) -> None:
         """Add blocks on the way from all to the root."""
         for time, span in enumerate(blocks, self._height - self._depth):
             self.adds += [
@@ -196,32 +196,34 @@ def _plan_of(*parts: _Times) -> Plan:
     Two ranks may be each other's neighbours in two trees. Of what goes from one to the other in a
     step, that which is added goes first, as a step expects it first.
     """
-    steps: dict[int, tuple[list[Move], ...]] = {}
+    steps: dict[int, tuple[list[PlanMove], ...]] = {}
     for kind, name in enumerate(("up", "down", "adds", "takes")):
         for part in parts:
             for time, move in getattr(part, name):
                 steps.setdefault(time, ([], [], [], []))[kind].append(move)
     return tuple(
-        Step((*up, *down), tuple(adds), tuple(takes))
+        PlanStep((*up, *down), tuple(adds), tuple(takes))
         for _, (up, down, adds, takes) in sorted(steps.items())
     )
 
 
-def pipelined_broadcast(place: Place, tree: Tree, count: int, block: int) -> Plan:
+def pipelined_broadcast(place: PlanPosition, tree: Tree, count: int, block: int) -> Plan:
     """Give every rank the root's vector, block after block."""
     own = _Times(tree, place.position)
-    own.hand_down(blocks_of(count, block))
+    own.broadcast_down(blocks_of(count, block))
     return _plan_of(own)
 
 
-def pipelined_reduce(place: Place, tree: Tree, count: int, block: int) -> Plan:
+def pipelined_reduce(place: PlanPosition, tree: Tree, count: int, block: int) -> Plan:
     """Sum the vector at the root, block after block; others are left with partial sums."""
     own = _Times(tree, place.position)
     own.sum_up(blocks_of(count, block))
     return _plan_of(own)
 
 
-def pipelined_all_reduce(place: Place, trees: Sequence[Tree], count: int, block: int) -> Plan:
+def pipelined_all_reduce(
+    place: PlanPosition, trees: Sequence[Tree], count: int, block: int
+) -> Plan:
     """Sum a part of the vector along each tree to its root, from where it goes back at once.
 
     ```text
@@ -236,11 +238,11 @@ def pipelined_all_reduce(place: Place, trees: Sequence[Tree], count: int, block:
     for tree, part in zip(trees, spans_of(even_counts(count, len(trees))), strict=True):
         own = _Times(tree, place.position)
         blocks = [
-            Span(part.start + each.start, part.start + each.stop)
+            ElementSpan(part.start + each.start, part.start + each.stop)
             for each in blocks_of(part.length, block)
         ]
         own.sum_up(blocks)
-        own.hand_down(blocks, begin=tree.height)
+        own.broadcast_down(blocks, begin=tree.height)
         parts.append(own)
     return _plan_of(*parts)
 
@@ -248,46 +250,48 @@ def pipelined_all_reduce(place: Place, trees: Sequence[Tree], count: int, block:
 # Trees whose ranks serve one child after the other, each with the whole vector.
 
 
-def knomial_broadcast(place: Place, root: int, count: int, radix: int) -> Plan:
+def knomial_broadcast(place: PlanPosition, root: int, count: int, radix: int) -> Plan:
     """Give every rank the root's vector; in each round all that have it send it to k-1 others."""
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[PlanStep]:
         n, i = place.size, (place.position - root) % place.size
-        whole, distance = Span(0, count), 1
+        whole, distance = ElementSpan(0, count), 1
         while distance < n:
             if i < distance:
                 others = range(i + distance, min(radix * distance, n), distance)
-                yield Step(sends=tuple(move for each in others for move in moves(each, whole)))
+                yield PlanStep(sends=tuple(move for each in others for move in moves(each, whole)))
             elif i < radix * distance:
-                yield Step(takes=moves(i % distance, whole))
+                yield PlanStep(takes=moves(i % distance, whole))
             distance *= radix
 
     return _from(root, place, planned(steps()))
 
 
-def binomial_reduce(place: Place, root: int, count: int) -> Plan:
+def binomial_reduce(place: PlanPosition, root: int, count: int) -> Plan:
     """Sum the vector at the root; others are left with partial sums."""
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[PlanStep]:
         n, i = place.size, (place.position - root) % place.size
-        whole, distance = Span(0, count), 1
+        whole, distance = ElementSpan(0, count), 1
         while distance < n:
             if i & distance:
-                yield Step(sends=moves(i - distance, whole))
+                yield PlanStep(sends=moves(i - distance, whole))
                 return
             if i + distance < n:
-                yield Step(adds=moves(i + distance, whole))
+                yield PlanStep(adds=moves(i + distance, whole))
             distance *= 2
 
     return _from(root, place, planned(steps()))
 
 
-def tree_all_reduce(place: Place, count: int) -> Plan:
+def tree_all_reduce(place: PlanPosition, count: int) -> Plan:
     """Reduce to the first rank along a binomial tree, then broadcast from there."""
     return binomial_reduce(place, 0, count) + binomial_broadcast(place, 0, count)
 
 
-def hierarchical_broadcast(place: Place, root: int, count: int, hosts: Sequence[int]) -> Plan:
+def hierarchical_broadcast(
+    place: PlanPosition, root: int, count: int, hosts: Sequence[int]
+) -> Plan:
     """Broadcast along a binomial tree of one rank a host, then along one inside each host."""
     leaders, inside = _levels(place, root, hosts)
     plan: Plan = ()
@@ -297,7 +301,7 @@ def hierarchical_broadcast(place: Place, root: int, count: int, hosts: Sequence[
 
 
 def chain_binomial_reduce(
-    place: Place, root: int, count: int, block: int, hosts: Sequence[int]
+    place: PlanPosition, root: int, count: int, block: int, hosts: Sequence[int]
 ) -> Plan:
     """Sum along a pipelined chain inside each host, then along a binomial tree of the leaders.
 
@@ -305,7 +309,7 @@ def chain_binomial_reduce(
     """
     leaders, inside = _levels(place, root, hosts)
 
-    def in_a_chain(own: Place) -> Plan:
+    def in_a_chain(own: PlanPosition) -> Plan:
         return pipelined_reduce(own, chain_tree(own.size, 0), count, block)
 
     plan = _among(inside, place, in_a_chain)
@@ -314,19 +318,21 @@ def chain_binomial_reduce(
     return plan
 
 
-def _levels(place: Place, root: int, hosts: Sequence[int]) -> tuple[list[int], list[int]]:
+def _levels(place: PlanPosition, root: int, hosts: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the leaders of hosts, and the positions of this rank's host."""
     inside = members_of(hosts, root)
     own = next(each for each in inside if place.position in each)
     return [each[0] for each in inside], own
 
 
-def _among(members: Sequence[int], place: Place, plan: Callable[[Place], Plan]) -> Plan:
+def _among(
+    members: Sequence[int], place: PlanPosition, plan: Callable[[PlanPosition], Plan]
+) -> Plan:
     """Return a plan of some of the ranks, the first of which is its first."""
-    own = Place(len(members), members.index(place.position))
+    own = PlanPosition(len(members), members.index(place.position))
     return renamed(plan(own), members.__getitem__)
 
 
-def _from(root: int, place: Place, plan: Plan) -> Plan:
+def _from(root: int, place: PlanPosition, plan: Plan) -> Plan:
     """Return a plan for root 0 as one for another root."""
     return renamed(plan, lambda peer: (peer + root) % place.size)

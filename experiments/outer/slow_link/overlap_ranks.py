@@ -70,11 +70,11 @@ def main() -> None:
         for overlap in (True, False) if number % 2 else (False, True):
             pipe = pipes[overlap]
             part = pipe.share(facts.samples)
-            pipe.everybody.all_reduce(torch.zeros(1))  # all begin together
+            pipe.world_group.all_reduce(torch.zeros(1))  # all begin together
             began_s = time.perf_counter()
             pipe.step(tokens[part, :-1], tokens[part, 1:])
             own = _own(pipe, began_s, time.perf_counter())
-            ranks = [Own(*each) for each in pipe.everybody.all_gather_object(tuple(own))]
+            ranks = [Own(*each) for each in pipe.world_group.all_gather_object(tuple(own))]
             timeline = pipe.timeline()
             if pipe.world.rank == 0 and number >= _NUM_UNTIMED:
                 print(json.dumps(_step(overlap, ranks)._asdict()), flush=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.scale.startup.one import DEVICES, One
+from experiments.scale.startup.rank_0 import DEVICES, StartCosts
 from experiments.scale.startup.ranks import Rank, check_alone, run
 from experiments.scale.startup.session import Part
 
@@ -57,12 +57,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _one(size: int, stages: int, kind: str) -> One:
+def _one(size: int, stages: int, kind: str) -> StartCosts:
     """Measure one rank in a separate process, so that its memory can be attributed."""
     given = [str(size), str(stages), kind]
-    command = [sys.executable, "-m", "experiments.scale.startup.one", *given]
+    command = [sys.executable, "-m", "experiments.scale.startup.rank_0", *given]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return One(**json.loads(told.splitlines()[-1]))
+    return StartCosts(**json.loads(told.splitlines()[-1]))
 
 
 def _session(size: int, stages: int) -> dict[str, Part]:
@@ -110,7 +110,7 @@ def _table_of_real(found: dict[int, list[Rank]]) -> str:
     return _table(head, rows)
 
 
-def _table_of_played(found: Sequence[One]) -> str:
+def _table_of_played(found: Sequence[StartCosts]) -> str:
     rows = [
         [
             f"{one.size:,}",

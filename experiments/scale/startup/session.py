@@ -19,21 +19,21 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from experiments.scale.startup.one import others_say
-from experiments.scale.startup.played import Counts, PlayedWorld, join, no_counts
+from experiments.scale.startup.rank_0 import others_say
+from experiments.scale.startup.simulated import Counts, SimulatedWorld, join, no_counts
 from gpipe_hpc import LayerSpec
 from gpipe_hpc.checkpoint.in_memory import open_copies
-from gpipe_hpc.checkpoint.in_memory.finding import Missing
+from gpipe_hpc.checkpoint.in_memory.search import MissingCopies
 from gpipe_hpc.checkpoint.parts import StateCheck
-from gpipe_hpc.checkpoint.telling import RankReport
-from gpipe_hpc.comm.collectives.levels import Levels
+from gpipe_hpc.checkpoint.rank_reports import RankReport
+from gpipe_hpc.comm.collectives.tree_group import TreeGroup
 from gpipe_hpc.comm.net.secret import Secret
-from gpipe_hpc.comm.watchdog import patience
+from gpipe_hpc.comm.watchdog import heartbeat
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.preflight.before import look_before_run
+from gpipe_hpc.preflight.rank_checks import check_before_run
 from gpipe_hpc.preflight.settings import check_settings
-from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.run.identity import RunIdentity
 from gpipe_hpc.trainer.start import open_session
 
 _WIDTH: Final = 10
@@ -73,23 +73,23 @@ def measure_session(size: int, stages: int, *settings: str) -> dict[str, Part]:
     seen = [_now(world, counts)]
 
     # While data are opened all meet once a second: how often says how busy this machine is.
-    unhurried = patch.object(patience, "_MEET_EVERY_S", 600.0)
+    without_deadline = patch.object(heartbeat, "_MEET_EVERY_S", 600.0)
 
     def done(name: str) -> None:
         seen.append(_now(world, counts))
         parts[name] = Part(*(now - then for now, then in zip(seen[-1], seen[-2], strict=True)))
 
-    with tempfile.TemporaryDirectory() as folder, unhurried:
+    with tempfile.TemporaryDirectory() as folder, without_deadline:
         config = compose_config([*_settings(size, stages, folder), *settings])
         check_settings(world, config)
         done("comparing the settings")
-        run = Run(Path(folder) / "run", "the_run", False, lineage="a")
+        run = RunIdentity(Path(folder) / "run", "the_run", False, lineage="a")
         (run.folder / "checkpoints").mkdir(parents=True)
         copies = open_copies(world, Path(folder), run.name, {"lineage": "a", "layout": "one"})
         done("opening the copies")
         session = open_session(config, world, run, None, copies)
         done("opening the session")
-        look_before_run(config, world, session.planned)
+        check_before_run(config, world, session.planned)
         done("looking before the run")
         session.copy()
         done("copying to a neighbour")
@@ -142,14 +142,14 @@ def _say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Seque
             return [value if rank < stages else others for rank in ranks]
         case StateCheck(number=number):
             return [value, StateCheck(-number), *(StateCheck() for _ in ranks[2:])]
-        case Missing(first=first, stop=stop):
-            return [Missing(first + rank, stop + rank, value.runs) for rank in ranks]
+        case MissingCopies(first=first, stop=stop):
+            return [MissingCopies(first + rank, stop + rank, value.runs) for rank in ranks]
     return others_say(stages, secret, value, ranks)
 
 
-def _now(world: PlayedWorld, counts: Counts) -> Part:
-    everybody = world.everybody
-    levels: Sequence[Any] = everybody.groups if isinstance(everybody, Levels) else (everybody,)
+def _now(world: SimulatedWorld, counts: Counts) -> Part:
+    everybody = world.world_group
+    levels: Sequence[Any] = everybody.groups if isinstance(everybody, TreeGroup) else (everybody,)
     of_all = sum(group.num_calls for group in levels)
     bytes_of_all = sum(group.num_bytes for group in levels)
     return Part(

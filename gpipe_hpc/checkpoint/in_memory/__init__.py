@@ -8,6 +8,6 @@ them; another layout loads the checkpoint on disk.
 
 from gpipe_hpc.checkpoint.in_memory.copies import NeighbourCopies, open_copies
 from gpipe_hpc.checkpoint.in_memory.files import DEFAULT_FOLDER
-from gpipe_hpc.checkpoint.in_memory.finding import Found, find
+from gpipe_hpc.checkpoint.in_memory.search import CopySet, find
 
-__all__ = ["DEFAULT_FOLDER", "Found", "NeighbourCopies", "find", "open_copies"]
+__all__ = ["DEFAULT_FOLDER", "CopySet", "NeighbourCopies", "find", "open_copies"]

@@ -19,12 +19,12 @@ import torch
 
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.in_memory.files import NO_STARTS, START, CopyFolder, CopyWriter
-from gpipe_hpc.checkpoint.in_memory.finding import Found, find
-from gpipe_hpc.checkpoint.in_memory.place import Place, find_place
+from gpipe_hpc.checkpoint.in_memory.placement import CopyPlacement, find_place
+from gpipe_hpc.checkpoint.in_memory.search import CopySet, find
 from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unpack
-from gpipe_hpc.comm.collectives.group import meet
-from gpipe_hpc.comm.transport.byte_moves import ByteMoves, Move
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.collectives.group import barrier
+from gpipe_hpc.comm.transport.byte_moves import ByteRoute, ByteTransfers
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class NeighbourCopies:
         self,
         world: World,
         folder: CopyFolder,
-        place: Place,
+        place: CopyPlacement,
         about: Mapping[str, Any],
         start: str,
     ) -> None:
@@ -65,36 +65,36 @@ class NeighbourCopies:
         self.start = start  # stored in every copy that is written from here on
         self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
         self._buffer = HostBuffer(world.device)
-        moves = [Move(source, world.rank) for source in place.sources]
+        moves = [ByteRoute(source, world.rank) for source in place.sources]
         if place.holder != world.rank:
-            moves.append(Move(world.rank, place.holder))
-        self._moves = ByteMoves(world, moves, _SAVING)
+            moves.append(ByteRoute(world.rank, place.holder))
+        self._moves = ByteTransfers(world, moves, _SAVING)
         if world.rank == 0 and place.num_hosts == 1:
             log.warning(_shared(folder) if place.is_shared else _ON_ONE_HOST)
 
-    def find(self) -> Found | None:
+    def find(self) -> CopySet | None:
         """Find the newest complete state of this run in this layout.
 
         Returns None if there is none; logs the reason if there are copies.
         """
-        with together(self._world, "looking for copies in memory"):
+        with collective_errors(self._world, "looking for copies in memory"):
             return find(self._world, self._folder, self.place.here, self._about)
 
     def restore(
-        self, found: Found, pipe: "Pipeline", optimizer: torch.optim.Optimizer
+        self, found: CopySet, pipe: "Pipeline", optimizer: torch.optim.Optimizer
     ) -> dict[str, Any] | None:
         """Restore the state that `find` returned; return its `extra` values.
 
         Returns None on all ranks, without changing anything, if the state does not fit the model.
         """
-        with together(self._world, "taking over copies in memory"):
+        with collective_errors(self._world, "taking over copies in memory"):
             own = self._receive(found)
             try:
                 state = unpack(own)
                 is_good = fits(pipe, state)
             except StateError:
                 is_good = False
-            if not self._world.everybody.merge_object(is_good, and_):
+            if not self._world.world_group.merge_object(is_good, and_):
                 return None
             restore(pipe, optimizer, state)
             self._whole = [found.step]
@@ -103,11 +103,11 @@ class NeighbourCopies:
 
     def forget_others(self) -> None:
         """Remove the copies that this start of the run does not resume from."""
-        with together(self._world, "removing old copies in memory"):
+        with collective_errors(self._world, "removing old copies in memory"):
             self._folder.keep(set(self._whole))
             self._folder.clear_forgotten()
             # No rank may write before all ranks have removed old copies.
-            meet(self._world.everybody)
+            barrier(self._world.world_group)
 
     def save(
         self, pipe: "Pipeline", optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
@@ -118,19 +118,21 @@ class NeighbourCopies:
         """
         began_s = time.perf_counter()
         step = pipe.steps_done
-        with together(self._world, "copying to a neighbour"):
+        with collective_errors(self._world, "copying to a neighbour"):
             about = {**self._about, START: self.start, "extra": dict(extra)}
             own = pack(pipe, optimizer, about, self._buffer)
             self._whole = self._whole[-1:]
             self._folder.keep(set(self._whole))
             outgoing = {} if self.place.holder == self._world.rank else {self.place.holder: own}
-            sizes = self._moves.tell_sizes(outgoing)
+            sizes = self._moves.exchange_sizes(outgoing)
             failure = self._memory_shortage(len(own) + sum(sizes.values()))
             if failure is not None and not self._whole:
                 raise ConfigError(failure)
             failure = failure or self._write(step, own, outgoing, sizes)
             told = None if failure is None else (self._world.rank, failure)
-            first = self._world.everybody.merge_object(told, lambda ahead, behind: ahead or behind)
+            first = self._world.world_group.merge_object(
+                told, lambda ahead, behind: ahead or behind
+            )
         if first is None:
             self._whole.append(step)
         elif self._world.rank == 0:
@@ -172,7 +174,7 @@ class NeighbourCopies:
         world, here = self._world, self.place.here
         own = self._folder.publish_need(world.rank, num_bytes)
         # Ranks of one host share the folder: none may write before all have removed old copies.
-        meet(world.everybody)
+        barrier(world.world_group)
         if world.rank == here[0]:
             # The first save needs memory for two generations, later ones for one.
             needed = self._folder.needed_bytes(here) * (1 if self._whole else 2)
@@ -184,17 +186,17 @@ class NeighbourCopies:
                 f"memory-backed folder, or checkpoint.neighbour_every=0"
             )
             own = lacking if free < needed else own
-        return world.everybody.merge_object(own, lambda ahead, behind: ahead or behind)
+        return world.world_group.merge_object(own, lambda ahead, behind: ahead or behind)
 
-    def _receive(self, found: Found) -> torch.Tensor:
+    def _receive(self, found: CopySet) -> torch.Tensor:
         """Return this rank's state, sent by the rank that has read it from a file."""
         rank, reader = self._world.rank, found.reader
         outgoing = {r: state for r, state in found.states.items() if r != rank}
-        moves = [Move(rank, r) for r in outgoing]
+        moves = [ByteRoute(rank, r) for r in outgoing]
         if reader != rank:
-            moves.append(Move(reader, rank))
-        by_bytes = ByteMoves(self._world, moves, _RESTORING)
-        sizes = by_bytes.tell_sizes(outgoing)
+            moves.append(ByteRoute(reader, rank))
+        by_bytes = ByteTransfers(self._world, moves, _RESTORING)
+        sizes = by_bytes.exchange_sizes(outgoing)
         pieces: list[torch.Tensor] = []
         by_bytes.run(outgoing, sizes, lambda _, piece: pieces.append(piece.clone()))
         return found.states[rank] if reader == rank else torch.cat(pieces)
@@ -217,8 +219,8 @@ def open_copies(
             run.
         starts: see `CopyFolder`.
     """
-    with together(world, "opening copies in memory"):
-        start: str = world.everybody.broadcast_object(uuid.uuid4().hex, root=0)
+    with collective_errors(world, "opening copies in memory"):
+        start: str = world.world_group.broadcast_object(uuid.uuid4().hex, root=0)
         folder = CopyFolder(root, run_name, starts)
         folder.open(start, world.rank)
         place = find_place(world, folder, start)

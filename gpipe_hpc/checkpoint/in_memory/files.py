@@ -21,7 +21,7 @@ import torch
 from gpipe_hpc.checkpoint.rank_state import LENGTH_BYTES, StateError, read_about
 from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.small_files import read_text
-from gpipe_hpc.trainer.run.lock import Owner, is_here, lives, myself, read_owner
+from gpipe_hpc.trainer.run.lock import LockOwner, is_here, lives, myself, read_owner
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -51,7 +51,7 @@ class Generation(NamedTuple):
     start: str
 
 
-class Held(NamedTuple):
+class StoredCopy(NamedTuple):
     """A copy on this host: a file with the state of a rank at a step, and its description."""
 
     path: Path
@@ -65,7 +65,7 @@ class Held(NamedTuple):
         return Generation(self.step, _start(self))
 
 
-def _start(copy: Held) -> str:
+def _start(copy: StoredCopy) -> str:
     return str(copy.about.get(START, ""))
 
 
@@ -154,7 +154,7 @@ class CopyFolder:
                 total += int(read_text(self.path / f"{_NEED}{rank}"))
         return total
 
-    def all(self) -> list[Held]:
+    def all(self) -> list[StoredCopy]:
         """Return the readable copies of this run on this host.
 
         Copies that an earlier start wrote after the step from which a later start resumed are left
@@ -167,7 +167,7 @@ class CopyFolder:
                 with contextlib.suppress(OSError, StateError):
                     if form is not None and _is_private(path):
                         rank, step = map(int, form.groups())
-                        found.append(Held(path, rank, step, _about(path)))
+                        found.append(StoredCopy(path, rank, step, _about(path)))
         return [copy for copy in found if copy.step <= self._starts.get(_start(copy), copy.step)]
 
     def writing(self, rank: int, step: int) -> "CopyWriter":
@@ -306,7 +306,7 @@ def _remove(folder: Path, paths: Iterable[Path]) -> None:
         folder.rmdir()
 
 
-def _owners(folder: Path) -> Iterator[Owner]:
+def _owners(folder: Path) -> Iterator[LockOwner]:
     for path in folder.glob(f"{_OWNERS}*"):
         with contextlib.suppress(OSError, ValueError):
             yield read_owner(path)

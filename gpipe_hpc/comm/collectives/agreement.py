@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.plan import PlanPosition
 from gpipe_hpc.errors import ConfigError
 
 GREETING_BYTES: Final = 256
@@ -27,7 +27,7 @@ Greet = Callable[[Sequence[tuple[int, torch.Tensor]], Sequence[tuple[int, torch.
 class Agreement:
     """The collectives for which this rank has checked that its neighbours start the same."""
 
-    def __init__(self, place: Place, ranks: Sequence[int]) -> None:
+    def __init__(self, place: PlanPosition, ranks: Sequence[int]) -> None:
         self._place, self._ranks = place, ranks
         self._known: set[str] = set()
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gpipe_hpc.comm.collectives.group import Group, Piece
+from gpipe_hpc.comm.collectives.group import Group, PeerTensor
 from gpipe_hpc.comm.collectives.shards import shards
 
 
@@ -29,9 +29,9 @@ def _exchange(
 ) -> None:
     """Send and receive all parts except this rank's own; empty parts are not sent."""
 
-    def pieces(parts: Mapping[int, torch.Tensor]) -> list[Piece]:
+    def pieces(parts: Mapping[int, torch.Tensor]) -> list[PeerTensor]:
         # Ordered by distance from this rank, so that all ranks begin with different peers.
         order = sorted(parts, key=lambda at: (at - group.position) % group.size)
-        return [Piece(group.ranks[at], parts[at]) for at in order[1:] if parts[at].numel()]
+        return [PeerTensor(group.ranks[at], parts[at]) for at in order[1:] if parts[at].numel()]
 
     group.start_exchange(pieces(out), pieces(into)).wait()

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gpipe_hpc.comm.collectives.carrying import Combine, Exchange, carry_out
-from gpipe_hpc.comm.collectives.orders import Order
+from gpipe_hpc.comm.collectives.orders import SummationOrder
 from gpipe_hpc.comm.collectives.plan import (
-    Place,
+    ElementSpan,
     Plan,
-    Span,
-    Step,
+    PlanPosition,
+    PlanStep,
     moves,
     planned,
     spans_of,
 )
+from gpipe_hpc.comm.collectives.run_plan import Combine, Exchange, run_plan
 
 
 def distances(size: int) -> list[int]:
@@ -30,24 +30,24 @@ def distances(size: int) -> list[int]:
     return [1 << k for k in range((size - 1).bit_length())]
 
 
-def partners(place: Place) -> list[int]:
+def partners(place: PlanPosition) -> list[int]:
     """Return the positions with which a rank needs connections, ascending."""
     n, i = place
     return sorted({(i + sign * d) % n for d in distances(n) for sign in (1, -1)})
 
 
-def bruck_all_gather(place: Place, counts: Sequence[int]) -> Plan:
+def bruck_all_gather(place: PlanPosition, counts: Sequence[int]) -> Plan:
     """Plan an all-gather: in each round, a rank sends its shards to the rank d positions before it.
 
     ```text n = 5        d = 1      d = 2       d = 4 rank 0       1 <- 1     2 3 <- 2    4 <- 4
     (shards <- source rank) ```
     """
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[PlanStep]:
         n, i = place
         for d in distances(n):
             num = min(d, n - d)
-            yield Step(
+            yield PlanStep(
                 sends=moves((i - d) % n, *_cyclic(counts, i, num)),
                 takes=moves((i + d) % n, *_cyclic(counts, (i + d) % n, num)),
             )
@@ -55,25 +55,25 @@ def bruck_all_gather(place: Place, counts: Sequence[int]) -> Plan:
     return planned(steps())
 
 
-def binomial_scatter(place: Place, counts: Sequence[int]) -> Plan:
+def binomial_scatter(place: PlanPosition, counts: Sequence[int]) -> Plan:
     """Plan a scatter of the first rank's vector along a binomial tree: shard i to rank i."""
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[PlanStep]:
         n, i = place
         spans = spans_of(counts)
         for d in reversed(distances(n)):
             if i % (2 * d) == 0 and i + d < n:
-                upper = Span(spans[i + d].start, spans[min(i + 2 * d, n) - 1].stop)
-                yield Step(sends=moves(i + d, upper))
+                upper = ElementSpan(spans[i + d].start, spans[min(i + 2 * d, n) - 1].stop)
+                yield PlanStep(sends=moves(i + d, upper))
             elif i % (2 * d) == d:
-                own = Span(spans[i].start, spans[min(i + d, n) - 1].stop)
-                yield Step(takes=moves(i - d, own))
+                own = ElementSpan(spans[i].start, spans[min(i + d, n) - 1].stop)
+                yield PlanStep(takes=moves(i - d, own))
 
     return planned(steps())
 
 
 def all_to_all(
-    place: Place, flat: torch.Tensor, counts: Sequence[int], exchange: Exchange
+    place: PlanPosition, flat: torch.Tensor, counts: Sequence[int], exchange: Exchange
 ) -> list[torch.Tensor]:
     """Return this rank's shard of every rank's vector, by position; `flat` is not modified.
 
@@ -99,7 +99,11 @@ def all_to_all(
 
 
 def reduce_scatter(
-    place: Place, flat: torch.Tensor, order: Order, exchange: Exchange, combine: Combine
+    place: PlanPosition,
+    flat: torch.Tensor,
+    order: SummationOrder,
+    exchange: Exchange,
+    combine: Combine,
 ) -> None:
     """Replace this rank's shard of `flat` by its sum over all ranks, added in the given order.
 
@@ -114,17 +118,21 @@ def reduce_scatter(
 
 
 def all_reduce(
-    place: Place, flat: torch.Tensor, order: Order, exchange: Exchange, combine: Combine
+    place: PlanPosition,
+    flat: torch.Tensor,
+    order: SummationOrder,
+    exchange: Exchange,
+    combine: Combine,
 ) -> None:
     """Replace all elements of `flat` by their sum over all ranks, added in the given order."""
     reduce_scatter(place, flat, order, exchange, combine)
-    carry_out(bruck_all_gather(place, order.counts), flat, place.position, exchange)
+    run_plan(bruck_all_gather(place, order.counts), flat, place.position, exchange)
 
 
-def _cyclic(counts: Sequence[int], first: int, num: int) -> list[Span]:
+def _cyclic(counts: Sequence[int], first: int, num: int) -> list[ElementSpan]:
     """Return the spans of `num` consecutive shards from `first` on, wrapping around at the end."""
     spans, end = spans_of(counts), first + num
-    found = [Span(spans[first].start, spans[min(end, len(counts)) - 1].stop)]
+    found = [ElementSpan(spans[first].start, spans[min(end, len(counts)) - 1].stop)]
     if end > len(counts):
-        found.append(Span(0, spans[end - len(counts) - 1].stop))
+        found.append(ElementSpan(0, spans[end - len(counts) - 1].stop))
     return found

@@ -8,9 +8,9 @@ buffer. The cost is n-1 connections of each rank in each half and memory for n-1
 from collections.abc import Sequence
 
 from gpipe_hpc.comm.collectives.plan import (
-    Place,
     Plan,
-    Step,
+    PlanPosition,
+    PlanStep,
     even_counts,
     moves,
     planned,
@@ -18,32 +18,32 @@ from gpipe_hpc.comm.collectives.plan import (
 )
 
 
-def rank_order_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
+def rank_order_reduce_scatter(place: PlanPosition, counts: Sequence[int]) -> Plan:
     """Plan an exchange of shards in which the owner of each adds the terms in rank order."""
     i = place.position
     spans = spans_of(counts)
     ahead, behind = _others(place)
-    step = Step(
+    step = PlanStep(
         sends=tuple(move for peer in ahead for move in moves(peer, spans[peer])),
         adds=tuple(move for peer in behind for move in moves(peer, spans[i])),
     )
     return planned(iter((step,)))
 
 
-def rank_order_all_reduce(place: Place, count: int) -> Plan:
+def rank_order_all_reduce(place: PlanPosition, count: int) -> Plan:
     """Plan a `rank_order_reduce_scatter` and an all-gather of the sums."""
     n, i = place
     counts = even_counts(count, n)
     spans = spans_of(counts)
     ahead, behind = _others(place)
-    gather = Step(
+    gather = PlanStep(
         sends=tuple(move for peer in ahead for move in moves(peer, spans[i])),
         takes=tuple(move for peer in behind for move in moves(peer, spans[peer])),
     )
     return rank_order_reduce_scatter(place, counts) + planned(iter((gather,)))
 
 
-def _others(place: Place) -> tuple[list[int], list[int]]:
+def _others(place: PlanPosition) -> tuple[list[int], list[int]]:
     """Return the other ranks in the orders of sending and of receiving, by distance from this rank.
 
     So all ranks begin with different peers.

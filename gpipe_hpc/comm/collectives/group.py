@@ -13,7 +13,7 @@ from gpipe_hpc.comm.collectives.shards import checked_counts
 T = TypeVar("T")
 
 
-class Pending(Protocol):
+class CollectiveHandle(Protocol):
     """Handle of an asynchronous collective."""
 
     def wait(self) -> None:
@@ -26,7 +26,7 @@ class Pending(Protocol):
         """
 
 
-class Calls:
+class CompletionCallbacks:
     """Callbacks to run when an operation completes."""
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class Calls:
             call()
 
 
-class Piece(NamedTuple):
+class PeerTensor(NamedTuple):
     """A contiguous tensor and the world rank to which it is sent or from which it is received."""
 
     rank: int
     tensor: torch.Tensor
 
 
-class Sent:
+class TrafficCounter:
     """Counter of the bytes and messages that this rank has sent within a group.
 
     It counts point-to-point exchanges, including those of plans, but not the traffic of the
@@ -68,14 +68,14 @@ class Sent:
         self.num_bytes = 0
         self.num_messages = 0
 
-    def plus(self, other: "Sent") -> "Sent":
+    def plus(self, other: "TrafficCounter") -> "TrafficCounter":
         """Return the sum of both traffic counters."""
-        both = Sent()
+        both = TrafficCounter()
         both.num_bytes = self.num_bytes + other.num_bytes
         both.num_messages = self.num_messages + other.num_messages
         return both
 
-    def count(self, pieces: Sequence[Piece]) -> None:
+    def count(self, pieces: Sequence[PeerTensor]) -> None:
         """Add the pieces of one exchange to the counter."""
         num_bytes = sum(piece.tensor.nbytes for piece in pieces)
         with self._lock:  # plans run on another thread
@@ -83,7 +83,7 @@ class Sent:
             self.num_messages += len(pieces)
 
 
-class Gathering(Protocol):
+class ControlGroup(Protocol):
     """A group of possibly thousands of ranks for small messages; all ranks make the same calls.
 
     The number of connections and messages of a rank grows with the logarithm of the group size,
@@ -106,13 +106,13 @@ class Gathering(Protocol):
     def width(self) -> int:
         """Return the number of ranks summed by a single all-reduce: all, or those of a subgroup."""
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Start summing `tensor` in place over all ranks, bitwise equal on all."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place over all ranks, bitwise equal on all."""
 
-    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+    def all_reduce_hierarchical(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """All-reduce `tensor` in place, level by level if the group is hierarchical.
 
         Before each level above the lowest, ``between(position)`` is called on the members of that
@@ -146,7 +146,7 @@ class Gathering(Protocol):
         The values have the types allowed by `all_gather_object`.
         """
 
-    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+    def scatter_object(self, values: Sequence[Any] | None, root: int) -> Any:
         """Scatter objects: return this rank's entry of `values`, which has one entry for each rank.
 
         `root` must be the first rank of the group; `values` of other ranks are ignored. A rank
@@ -162,7 +162,7 @@ class Gathering(Protocol):
         """
 
 
-class Group(Gathering, Protocol):
+class Group(ControlGroup, Protocol):
     """A process group for large tensors; all ranks call the same collectives in the same order.
 
     In a small group any two ranks may be connected directly.
@@ -173,17 +173,19 @@ class Group(Gathering, Protocol):
         """Return the world ranks of the group, ascending."""
 
     @property
-    def sent(self) -> Sent:
+    def sent(self) -> TrafficCounter:
         """Return the traffic counter of this rank in this group."""
 
     @property
     def torch_group(self) -> dist.ProcessGroup | None:
         """Return the underlying torch process group; None for thread ranks or a single rank."""
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveHandle:
         """Start overwriting `tensor` with that of world rank `root`."""
 
-    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
+    ) -> CollectiveHandle:
         """Start all given sends and receives at once; their tensors must not overlap in memory.
 
         Messages between two ranks arrive in order and are separate from all other traffic. Sender
@@ -191,7 +193,7 @@ class Group(Gathering, Protocol):
         send or receive.
         """
 
-    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> CollectiveHandle:
         """Start executing this rank's `plan` in place on the elements of `tensor`.
 
         Plans of a group run in the order in which they were started, concurrently with the calling
@@ -202,7 +204,7 @@ class Group(Gathering, Protocol):
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Pending:
+    ) -> CollectiveHandle:
         """Start an in-place reduce-scatter: each rank gets the sum of its shard of `whole`.
 
         `whole` is flat and consists of the shards of all ranks in rank order. `counts` gives the
@@ -212,14 +214,14 @@ class Group(Gathering, Protocol):
         not fit.
         """
 
-    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Start summing `tensor` in place with each element added in rank order.
 
         The result ((x0 + x1) + x2) + ... does not depend on the position of an element in a buffer
         or on how the ranks are connected.
         """
 
-    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> CollectiveHandle:
         """Start a reduce-scatter with equal shards that adds each element in rank order."""
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
@@ -235,14 +237,16 @@ class Group(Gathering, Protocol):
         As with `all_to_all`, no other thread may use the group meanwhile.
         """
 
-    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_all_gather(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> CollectiveHandle:
         """Start filling `whole`, of which each rank has its own shard, with all shards.
 
         Shards are as in `start_reduce_scatter`. A rank sends all shards but one, once.
         """
 
 
-class Done:
+class CompletedHandle:
     """Handle of a collective that was already complete when it was started."""
 
     def wait(self) -> None:
@@ -260,53 +264,55 @@ class SoloGroup:
         self.ranks: tuple[int, ...] = (rank,)
         self.size = self.width = 1
         self.position = 0
-        self.sent = Sent()
+        self.sent = TrafficCounter()
         self.torch_group: dist.ProcessGroup | None = None
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Leave `tensor` unchanged."""
-        return Done()
+        return CompletedHandle()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Leave `tensor` unchanged."""
 
-    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+    def all_reduce_hierarchical(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """Leave `tensor` unchanged."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Leave `tensor` unchanged."""
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveHandle:
         """Leave `tensor` unchanged."""
-        return Done()
+        return CompletedHandle()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Leave `tensor` unchanged."""
 
-    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
+    ) -> CollectiveHandle:
         """Do nothing; both lists must be empty."""
         assert not sends and not receives, f"rank {self.ranks[0]} is the only one of its group"
-        return Done()
+        return CompletedHandle()
 
-    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> CollectiveHandle:
         """Leave `tensor` unchanged; the plan must be empty."""
         assert not plan, f"{what}: a group of one rank has nothing to send"
-        return Done()
+        return CompletedHandle()
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Pending:
+    ) -> CollectiveHandle:
         """Check the counts and leave `whole` unchanged."""
         checked_counts(whole, counts, 1)
-        return Done()
+        return CompletedHandle()
 
-    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Leave `tensor` unchanged."""
-        return Done()
+        return CompletedHandle()
 
-    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> CollectiveHandle:
         """Leave `whole` unchanged."""
-        return Done()
+        return CompletedHandle()
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """Return `whole` as the only shard."""
@@ -315,10 +321,12 @@ class SoloGroup:
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
         """Leave `whole` unchanged."""
 
-    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_all_gather(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> CollectiveHandle:
         """Check the counts and leave `whole` unchanged."""
         checked_counts(whole, counts, 1)
-        return Done()
+        return CompletedHandle()
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
         """Return `value`."""
@@ -332,7 +340,7 @@ class SoloGroup:
         """Return a list of this rank's value."""
         return [value]
 
-    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+    def scatter_object(self, values: Sequence[Any] | None, root: int) -> Any:
         """Return the only entry of `values`."""
         assert values is not None, "the only rank is the root and must pass values"
         return values[0]
@@ -342,7 +350,7 @@ class SoloGroup:
         return value
 
 
-def meet(group: Gathering) -> None:
+def barrier(group: ControlGroup) -> None:
     """Block until every rank of the group has called this (a barrier)."""
     group.merge_object(0, max)
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gpipe_hpc.comm.collectives.plan import (
-    Place,
+    ElementSpan,
     Plan,
-    Span,
-    Step,
+    PlanPosition,
+    PlanStep,
     even_counts,
     moves,
     planned,
@@ -65,65 +65,65 @@ class Fold(NamedTuple):
         return range(self.rank(v) - (v < self.num_pairs), self.rank(v) + 1)
 
 
-def butterfly_all_reduce(place: Place, count: int) -> Plan:
+def butterfly_all_reduce(place: PlanPosition, count: int) -> Plan:
     """All-reduce by exchanging the whole vector with partners at decreasing distances.
 
     Each element is summed in the same order as in `rabenseifner_all_reduce`, so both are bitwise
     equal: on four ranks (0 + 2) + (1 + 3).
     """
     steps = range(Fold(place.size).num_steps)
-    return exchange_whole(place, count, [1 << step for step in reversed(steps)])
+    return exchange_full(place, count, [1 << step for step in reversed(steps)])
 
 
-def exchange_whole(place: Place, count: int, distances: Sequence[int]) -> Plan:
+def exchange_full(place: PlanPosition, count: int, distances: Sequence[int]) -> Plan:
     """All-reduce by exchanging the whole vector with partners at the given distances, in order."""
     n, i = place
-    fold, whole = Fold(n), Span(0, count)
+    fold, whole = Fold(n), ElementSpan(0, count)
     peers = [] if fold.is_folded(i) else [fold.rank(fold.kept(i) ^ each) for each in distances]
-    core = planned(Step(sends=moves(peer, whole), adds=moves(peer, whole)) for peer in peers)
+    core = planned(PlanStep(sends=moves(peer, whole), adds=moves(peer, whole)) for peer in peers)
     return _fold_in(fold, i, whole) + core + _fold_out(fold, i, (whole,))
 
 
-def rabenseifner_all_reduce(place: Place, count: int) -> Plan:
+def rabenseifner_all_reduce(place: PlanPosition, count: int) -> Plan:
     """All-reduce as halving reduce-scatter and doubling all-gather (Rabenseifner, 2004)."""
     n, i = place
-    fold, whole = Fold(n), Span(0, count)
+    fold, whole = Fold(n), ElementSpan(0, count)
     spans = spans_of(even_counts(count, fold.num_kept))
     core = () if fold.is_folded(i) else _halving(fold, i, spans) + doubling(fold, i, spans)
     return _fold_in(fold, i, whole) + core + _fold_out(fold, i, (whole,))
 
 
-def halving_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
+def halving_reduce_scatter(place: PlanPosition, counts: Sequence[int]) -> Plan:
     """Reduce-scatter with shard i at rank i by exchanging halves of the remaining vector."""
     n, i = place
-    fold, whole = Fold(n), Span(0, sum(counts))
-    core = () if fold.is_folded(i) else _halving(fold, i, looked_after(fold, counts))
+    fold, whole = Fold(n), ElementSpan(0, sum(counts))
+    core = () if fold.is_folded(i) else _halving(fold, i, reduced_spans(fold, counts))
     return _fold_in(fold, i, whole) + core + _fold_out(fold, i, _partner_shard(fold, i, counts))
 
 
-def looked_after(fold: Fold, counts: Sequence[int]) -> tuple[Span, ...]:
+def reduced_spans(fold: Fold, counts: Sequence[int]) -> tuple[ElementSpan, ...]:
     """Return, for each position v, the span of the vector that it reduces, including its pair's."""
     shards = [fold.shards(v) for v in range(fold.num_kept)]
     return spans_of([sum(counts[each] for each in some) for some in shards])
 
 
-def _partner_shard(fold: Fold, i: int, counts: Sequence[int]) -> tuple[Span, ...]:
+def _partner_shard(fold: Fold, i: int, counts: Sequence[int]) -> tuple[ElementSpan, ...]:
     """Return the span of the first rank of rank i's pair, in a tuple; empty if i is in no pair."""
     partner = fold.partner(i)
     return () if partner is None else (spans_of(counts)[min(i, partner)],)
 
 
-def _halving(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
+def _halving(fold: Fold, i: int, spans: Sequence[ElementSpan]) -> Plan:
     """Plan a reduce-scatter of spans[v] to position v, by halving the distance to the partner."""
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[PlanStep]:
         v, first, last = fold.kept(i), 0, fold.num_kept
         while last - first > 1:
             middle = (first + last) // 2
             low, high = _joined(spans, first, middle), _joined(spans, middle, last)
             is_low = v < middle
             peer = fold.rank(v ^ (last - middle))
-            yield Step(
+            yield PlanStep(
                 sends=moves(peer, high if is_low else low),
                 adds=moves(peer, low if is_low else high),
             )
@@ -132,18 +132,18 @@ def _halving(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
     return planned(steps())
 
 
-def doubling(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
+def doubling(fold: Fold, i: int, spans: Sequence[ElementSpan]) -> Plan:
     """Plan an all-gather among participating ranks, by doubling the distance to the partner.
 
     Position v starts with spans[v].
     """
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[PlanStep]:
         v, distance = fold.kept(i), 1
         while distance < fold.num_kept:
             here, there = (w // distance * distance for w in (v, v ^ distance))
             peer = fold.rank(v ^ distance)
-            yield Step(
+            yield PlanStep(
                 sends=moves(peer, _joined(spans, here, here + distance)),
                 takes=moves(peer, _joined(spans, there, there + distance)),
             )
@@ -152,26 +152,26 @@ def doubling(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
     return () if fold.is_folded(i) else planned(steps())
 
 
-def _joined(spans: Sequence[Span], first: int, last: int) -> Span:
+def _joined(spans: Sequence[ElementSpan], first: int, last: int) -> ElementSpan:
     """Return the span that covers the adjacent spans[first:last]."""
-    return Span(spans[first].start, spans[last - 1].stop)
+    return ElementSpan(spans[first].start, spans[last - 1].stop)
 
 
-def _fold_in(fold: Fold, i: int, whole: Span) -> Plan:
+def _fold_in(fold: Fold, i: int, whole: ElementSpan) -> Plan:
     """Plan the initial step of a pair: the first rank sends its vector, the second one adds it."""
     partner = fold.partner(i)
     if partner is None:
         return ()
     if fold.is_folded(i):
-        return planned(iter([Step(sends=moves(partner, whole))]))
-    return planned(iter([Step(adds=moves(partner, whole))]))
+        return planned(iter([PlanStep(sends=moves(partner, whole))]))
+    return planned(iter([PlanStep(adds=moves(partner, whole))]))
 
 
-def _fold_out(fold: Fold, i: int, spans: Sequence[Span]) -> Plan:
+def _fold_out(fold: Fold, i: int, spans: Sequence[ElementSpan]) -> Plan:
     """Plan the final step of a pair: the second rank sends the first one its part of the result."""
     partner = fold.partner(i)
     if partner is None:
         return ()
     if fold.is_folded(i):
-        return planned(iter([Step(takes=moves(partner, *spans))]))
-    return planned(iter([Step(sends=moves(partner, *spans))]))
+        return planned(iter([PlanStep(takes=moves(partner, *spans))]))
+    return planned(iter([PlanStep(sends=moves(partner, *spans))]))

@@ -3,8 +3,8 @@
 from collections.abc import Hashable, Sequence
 
 from gpipe_hpc.comm.collectives.plan import (
-    Place,
     Plan,
+    PlanPosition,
     even_counts,
     renamed,
     shifted,
@@ -13,7 +13,7 @@ from gpipe_hpc.comm.collectives.plan import (
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 
-def hierarchical_all_reduce(place: Place, count: int, hosts: Sequence[Hashable]) -> Plan:
+def hierarchical_all_reduce(place: PlanPosition, count: int, hosts: Sequence[Hashable]) -> Plan:
     """Plan a reduce-scatter within each host, an all-reduce between hosts and an all-gather within.
 
     `hosts` names the host of each position. The vector is divided into as many shards as the
@@ -28,11 +28,11 @@ def hierarchical_all_reduce(place: Place, count: int, hosts: Sequence[Hashable])
     own = inside.index(place.position)
     shards = even_counts(count, min(map(len, members.values())))
     counts = shards + (0,) * (len(inside) - len(shards))
-    within = Place(len(inside), own)
+    within = PlanPosition(len(inside), own)
     plan = renamed(ring_reduce_scatter(within, counts), inside.__getitem__)
     if own < len(shards):
         between = [ranks[own] for ranks in members.values()]
-        across = Place(len(between), between.index(place.position))
+        across = PlanPosition(len(between), between.index(place.position))
         span = spans_of(counts)[own]
         summed = renamed(ring_all_reduce(across, span.length), between.__getitem__)
         plan += shifted(summed, span.start)

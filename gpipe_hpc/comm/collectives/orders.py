@@ -15,32 +15,34 @@ Chain = Callable[[int], Iterable[int]]
 """Function from an owner to the positions whose terms it adds to its shard, in order."""
 
 
-class Order(NamedTuple):
+class SummationOrder(NamedTuple):
     """The number of elements that each rank owns and the order in which it adds their terms."""
 
     counts: tuple[int, ...]
     chain: Chain
 
 
-Ordering = Callable[[int, int, int], Order]
+Ordering = Callable[[int, int, int], SummationOrder]
 """Takes the number of elements, the bytes of each, and the number of ranks."""
 
 
-def in_rank_order(count: int, element_bytes: int, size: int) -> Order:
+def in_rank_order(count: int, element_bytes: int, size: int) -> SummationOrder:
     """Return the order ((x0 + x1) + x2) + ... for each element, as used by `rank_order`."""
-    return Order(even_counts(count, size), lambda owner: range(size))
+    return SummationOrder(even_counts(count, size), lambda owner: range(size))
 
 
-def in_ring_order(counts: Sequence[int]) -> Order:
+def in_ring_order(counts: Sequence[int]) -> SummationOrder:
     """Return the order of `ring_reduce_scatter`: from the owner's successor to the owner."""
     size = len(counts)
-    return Order(tuple(counts), lambda owner: [(owner + d) % size for d in range(1, size + 1)])
+    return SummationOrder(
+        tuple(counts), lambda owner: [(owner + d) % size for d in range(1, size + 1)]
+    )
 
 
 _GLOO_SEGMENT_BYTES: Final = 1024 * 1024
 
 
-def in_gloo_order(count: int, element_bytes: int, size: int) -> Order:
+def in_gloo_order(count: int, element_bytes: int, size: int) -> SummationOrder:
     """Return the order of Gloo's all-reduce: backwards from the owner's predecessor to the owner.
 
     Gloo divides the vector into segments of whole elements, at least 2 for each rank and at most 1
@@ -52,7 +54,9 @@ def in_gloo_order(count: int, element_bytes: int, size: int) -> Order:
     of_segment = _ceil_div(_ceil_div(num_bytes, per_rank * size), element_bytes)
     of_rank = per_rank * of_segment
     counts = (min(of_rank, max(0, count - i * of_rank)) for i in range(size))
-    return Order(tuple(counts), lambda owner: [(owner - d) % size for d in range(1, size + 1)])
+    return SummationOrder(
+        tuple(counts), lambda owner: [(owner - d) % size for d in range(1, size + 1)]
+    )
 
 
 def _ceil_div(number: int, divisor: int) -> int:

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from gpipe_hpc.comm.collectives.group import Group, Pending
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -19,7 +19,7 @@ PACK: Final = 2**22
 PACK_BYTES: Final = 32 * 2**20
 _ALIGNED_TO: Final = 16  # bytes of the largest element, enough to view any dtype
 
-StartBroadcast = Callable[[Group, torch.Tensor, int], Pending]
+StartBroadcast = Callable[[Group, torch.Tensor, int], CollectiveHandle]
 
 
 def broadcast_packed(

@@ -7,16 +7,21 @@ from typing import Any
 
 import torch
 
-from gpipe_hpc.comm.collectives.group import Done, Pending, Piece, rank_names
-from gpipe_hpc.comm.collectives.works import Works
+from gpipe_hpc.comm.collectives.group import (
+    CollectiveHandle,
+    CompletedHandle,
+    PeerTensor,
+    rank_names,
+)
+from gpipe_hpc.comm.collectives.works import TorchWorks
 from gpipe_hpc.comm.watchdog.failure import lost
-from gpipe_hpc.comm.watchdog.noting import Note
+from gpipe_hpc.comm.watchdog.wait_listener import WaitListener
 
 ConnectTwo = Callable[[tuple[int, int]], Any]
 """Returns a Gloo process group of two world ranks that is not registered with torch."""
 
 
-class Pairs:
+class PairConnections:
     """The pairwise connections of the rank at `position` within one group."""
 
     def __init__(self, ranks: tuple[int, ...], position: int, connect_two: ConnectTwo) -> None:
@@ -52,11 +57,15 @@ class Pairs:
         return distance, start // distance % 2, start, distance
 
     def start(
-        self, tag: int, sends: Sequence[Piece], receives: Sequence[Piece], note: Note
-    ) -> Pending:
+        self,
+        tag: int,
+        sends: Sequence[PeerTensor],
+        receives: Sequence[PeerTensor],
+        note: WaitListener,
+    ) -> CollectiveHandle:
         """Start sending to and receiving from connected ranks, receives first."""
         if not sends and not receives:
-            return Done()
+            return CompletedHandle()
         try:
             started = [
                 ([piece.rank], self._begin(piece, tag, is_sent=is_sent))
@@ -66,9 +75,9 @@ class Pairs:
         except RuntimeError as error:
             peers = sorted({piece.rank for piece in (*sends, *receives)})
             raise lost(error, rank_names(peers)) from error
-        return Works(started, note)
+        return TorchWorks(started, note)
 
-    def _begin(self, piece: Piece, tag: int, *, is_sent: bool) -> Any:
+    def _begin(self, piece: PeerTensor, tag: int, *, is_sent: bool) -> Any:
         group, other = self._by_rank[piece.rank]
         return (group.send if is_sent else group.recv)([piece.tensor], other, tag)
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class ElementSpan(NamedTuple):
     """A range of elements of the vector, from `start` up to `stop`."""
 
     start: int
@@ -24,14 +24,14 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-class Move(NamedTuple):
+class PlanMove(NamedTuple):
     """A span sent to, or received from, the rank at position `peer`."""
 
     peer: int
-    span: Span
+    span: ElementSpan
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """Messages exchanged at the same time; the next step begins when all are complete.
 
     Received elements are added to the vector (`adds`) or overwrite it (`takes`). Several terms for
@@ -39,27 +39,27 @@ class Step(NamedTuple):
     span that it sends: terms are added after all sends are complete.
     """
 
-    sends: tuple[Move, ...] = ()
-    adds: tuple[Move, ...] = ()
-    takes: tuple[Move, ...] = ()
+    sends: tuple[PlanMove, ...] = ()
+    adds: tuple[PlanMove, ...] = ()
+    takes: tuple[PlanMove, ...] = ()
 
 
-Plan = tuple[Step, ...]
+Plan = tuple[PlanStep, ...]
 
 
-class Place(NamedTuple):
+class PlanPosition(NamedTuple):
     """The number of ranks and the position of the rank to which a plan belongs."""
 
     size: int
     position: int
 
 
-def moves(peer: int, *spans: Span) -> tuple[Move, ...]:
+def moves(peer: int, *spans: ElementSpan) -> tuple[PlanMove, ...]:
     """Return a move to or from rank `peer` for each span that is not empty."""
-    return tuple(Move(peer, span) for span in spans if span.length)
+    return tuple(PlanMove(peer, span) for span in spans if span.length)
 
 
-def planned(steps: Iterator[Step]) -> Plan:
+def planned(steps: Iterator[PlanStep]) -> Plan:
     """Return the steps as a plan, without empty steps."""
     return tuple(step for step in steps if step.sends or step.adds or step.takes)
 
@@ -70,25 +70,27 @@ def even_counts(count: int, num_parts: int) -> tuple[int, ...]:
     return tuple(least + (part < num_longer) for part in range(num_parts))
 
 
-def spans_of(counts: Sequence[int]) -> tuple[Span, ...]:
+def spans_of(counts: Sequence[int]) -> tuple[ElementSpan, ...]:
     """Return the spans of consecutive parts with these lengths."""
     ends = list(accumulate(counts, initial=0))
-    return tuple(Span(start, stop) for start, stop in pairwise(ends))
+    return tuple(ElementSpan(start, stop) for start, stop in pairwise(ends))
 
 
 def renamed(plan: Plan, name: Callable[[int], int]) -> Plan:
     """Return a plan in which the position of each peer is mapped by `name`."""
 
-    def each(moved: tuple[Move, ...]) -> tuple[Move, ...]:
-        return tuple(Move(name(move.peer), move.span) for move in moved)
+    def each(moved: tuple[PlanMove, ...]) -> tuple[PlanMove, ...]:
+        return tuple(PlanMove(name(move.peer), move.span) for move in moved)
 
-    return tuple(Step(each(step.sends), each(step.adds), each(step.takes)) for step in plan)
+    return tuple(PlanStep(each(step.sends), each(step.adds), each(step.takes)) for step in plan)
 
 
 def shifted(plan: Plan, by: int) -> Plan:
     """Return the plan with all spans moved by `by` elements, for a longer vector."""
 
-    def each(moved: tuple[Move, ...]) -> tuple[Move, ...]:
-        return tuple(Move(m.peer, Span(m.span.start + by, m.span.stop + by)) for m in moved)
+    def each(moved: tuple[PlanMove, ...]) -> tuple[PlanMove, ...]:
+        return tuple(
+            PlanMove(m.peer, ElementSpan(m.span.start + by, m.span.stop + by)) for m in moved
+        )
 
-    return tuple(Step(each(step.sends), each(step.adds), each(step.takes)) for step in plan)
+    return tuple(PlanStep(each(step.sends), each(step.adds), each(step.takes)) for step in plan)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.errors import ConfigError
 
 NUM_REPORTED: Final = 8
@@ -44,7 +44,7 @@ class RankSummary(NamedTuple):
 class RankSlots:
     """Layout of one slot per rank of a group in a float64 tensor of `size` elements."""
 
-    def __init__(self, group: Gathering, rank: int) -> None:
+    def __init__(self, group: ControlGroup, rank: int) -> None:
         self._width, self._position, self._rank = group.width, group.position, rank
         self._is_one_group = group.width == group.size
         self.size = self._width * _NUM_PARTS * NUM_REPORTED
@@ -98,9 +98,9 @@ class RankSlots:
         )
 
 
-def summarise_ranks(numbers: Sequence[float], group: Gathering, rank: int) -> RankSummary:
+def summarise_ranks(numbers: Sequence[float], group: ControlGroup, rank: int) -> RankSummary:
     """Return the summary over the ranks of a group; a collective call."""
     slots = RankSlots(group, rank)
     tensor = torch.tensor(slots.of(numbers), dtype=torch.float64)
-    group.climb(tensor, partial(slots.lift, tensor))
+    group.all_reduce_hierarchical(tensor, partial(slots.lift, tensor))
     return slots.read(tensor)

@@ -6,10 +6,18 @@ optimal. Each half takes n-1 steps, so rings suit long vectors and few ranks.
 
 from collections.abc import Iterator, Sequence
 
-from gpipe_hpc.comm.collectives.plan import Place, Plan, Step, even_counts, moves, planned, spans_of
+from gpipe_hpc.comm.collectives.plan import (
+    Plan,
+    PlanPosition,
+    PlanStep,
+    even_counts,
+    moves,
+    planned,
+    spans_of,
+)
 
 
-def ring_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
+def ring_reduce_scatter(place: PlanPosition, counts: Sequence[int]) -> Plan:
     """Plan a reduce-scatter with shard i at rank i; other shards are left with partial sums.
 
     ```text
@@ -20,30 +28,30 @@ def ring_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
     ```
     """
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[PlanStep]:
         n, i = place
         spans = spans_of(counts)
         for t in range(n - 1):
             out, into = spans[(i - 1 - t) % n], spans[(i - 2 - t) % n]
-            yield Step(sends=moves((i + 1) % n, out), adds=moves((i - 1) % n, into))
+            yield PlanStep(sends=moves((i + 1) % n, out), adds=moves((i - 1) % n, into))
 
     return planned(steps())
 
 
-def ring_all_gather(place: Place, counts: Sequence[int]) -> Plan:
+def ring_all_gather(place: PlanPosition, counts: Sequence[int]) -> Plan:
     """Plan an all-gather of all shards; rank i starts with shard i."""
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[PlanStep]:
         n, i = place
         spans = spans_of(counts)
         for t in range(n - 1):
             out, into = spans[(i - t) % n], spans[(i - 1 - t) % n]
-            yield Step(sends=moves((i + 1) % n, out), takes=moves((i - 1) % n, into))
+            yield PlanStep(sends=moves((i + 1) % n, out), takes=moves((i - 1) % n, into))
 
     return planned(steps())
 
 
-def ring_all_reduce(place: Place, count: int) -> Plan:
+def ring_all_reduce(place: PlanPosition, count: int) -> Plan:
     """Plan a reduce-scatter of equal shards and an all-gather."""
     counts = even_counts(count, place.size)
     return ring_reduce_scatter(place, counts) + ring_all_gather(place, counts)

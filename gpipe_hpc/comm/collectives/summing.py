@@ -23,7 +23,7 @@ from gpipe_hpc.setting_names import setting
 log = logging.getLogger("gpipe_hpc.comm")
 
 
-class OwnSums:
+class BackendReductions:
     """Cache of the dtypes that the backend of one group can sum; all ranks make the same calls.
 
     `agree` sums a host tensor over the ranks, in place.

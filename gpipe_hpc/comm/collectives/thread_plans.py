@@ -8,24 +8,24 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpipe_hpc.comm.collectives.carrier import Exchange
-from gpipe_hpc.comm.collectives.group import Calls, Pending
-from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
+from gpipe_hpc.comm.collectives.collective_queue import CollectiveQueue, QueuedCollective
+from gpipe_hpc.comm.collectives.group import CollectiveHandle, CompletionCallbacks
+from gpipe_hpc.comm.collectives.on_stream import StreamPlanExecutor
 from gpipe_hpc.comm.collectives.plan import Plan
-from gpipe_hpc.comm.collectives.turns import Turn, Turns
-from gpipe_hpc.comm.watchdog.noting import unheard
+from gpipe_hpc.comm.collectives.plan_executor import Exchange
+from gpipe_hpc.comm.watchdog.wait_listener import ignore_wait
 from gpipe_hpc.device.device import Device
 
 
-class PutByThread:
+class StreamEnqueuer:
     """A background thread that enqueues operations on device streams, one after the other."""
 
     def __init__(self, name: str, device: Device) -> None:
-        self._turns, self._device = Turns(name), device
+        self._turns, self._device = CollectiveQueue(name), device
 
-    def start(self, begin: Callable[[], Pending]) -> "Begun":
+    def start(self, begin: Callable[[], CollectiveHandle]) -> "EnqueueHandle":
         """Let the thread call `begin` with the caller's current stream as its current stream."""
-        begun: list[Pending] = []
+        begun: list[CollectiveHandle] = []
         stream = self._device.current_stream()
 
         def put() -> None:
@@ -33,15 +33,15 @@ class PutByThread:
             with self._device.on(stream):
                 begun.append(begin())
 
-        return Begun(self._turns.start(lambda note: put()), begun)
+        return EnqueueHandle(self._turns.start(lambda note: put()), begun)
 
 
-class Begun:
+class EnqueueHandle:
     """Handle of an operation that the background thread enqueues."""
 
-    def __init__(self, turn: Turn, begun: Sequence[Pending]) -> None:
+    def __init__(self, turn: QueuedCollective, begun: Sequence[CollectiveHandle]) -> None:
         self._turn, self._begun = turn, begun
-        self._calls = Calls()
+        self._calls = CompletionCallbacks()
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Run `call` once `wait` has completed."""
@@ -49,21 +49,21 @@ class Begun:
 
     def wait(self) -> None:
         """Make the current stream wait for the operation; raise its exception, if any."""
-        self._turn.wait(unheard)  # each thread reports by itself the ranks that it waits for
+        self._turn.wait(ignore_wait)  # each thread reports by itself the ranks that it waits for
         self._begun[0].wait()
         self._calls.make()
 
 
-class ThreadPlans:
+class ThreadPlanExecutor:
     """Executor of the plans of one group of thread ranks."""
 
     def __init__(
         self, ranks: Sequence[int], position: int, exchange: Exchange, device: Device
     ) -> None:
-        self._carrier = StreamCarrier(ranks, position, exchange, _nothing_to_build, device)
-        self._put = PutByThread(f"collectives of {len(ranks)} ranks", device)
+        self._carrier = StreamPlanExecutor(ranks, position, exchange, _nothing_to_build, device)
+        self._put = StreamEnqueuer(f"collectives of {len(ranks)} ranks", device)
 
-    def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+    def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> CollectiveHandle:
         """Start a plan after those started before; see `Group.start_plan`."""
         return self._put.start(lambda: self._carrier.start(plan, tensor, what))
 

@@ -8,28 +8,36 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.at_once import all_gather, all_to_all
-from gpipe_hpc.comm.collectives.carrier import Carrier, Job, Parts, Traffic
-from gpipe_hpc.comm.collectives.group import Calls, Done, Group, Pending, Piece, Sent, rank_names
-from gpipe_hpc.comm.collectives.menu import (
+from gpipe_hpc.comm.collectives.group import (
+    CollectiveHandle,
+    CompletedHandle,
+    CompletionCallbacks,
+    Group,
+    PeerTensor,
+    TrafficCounter,
+    rank_names,
+)
+from gpipe_hpc.comm.collectives.on_stream import StreamPlanExecutor
+from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.plan_executor import Job, Parts, PlanExecutor, TrafficKind
+from gpipe_hpc.comm.collectives.planned import (
     start_all_gather,
     start_ordered_all_reduce,
     start_ordered_reduce_scatter,
     start_reduce_scatter,
 )
-from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
-from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
-from gpipe_hpc.comm.collectives.summing import NARROW, OwnSums, widened
-from gpipe_hpc.comm.collectives.wide import WideGroup
-from gpipe_hpc.comm.collectives.works import Started, Works
+from gpipe_hpc.comm.collectives.sparse_group import SparseGroup
+from gpipe_hpc.comm.collectives.summing import NARROW, BackendReductions, widened
+from gpipe_hpc.comm.collectives.works import Started, TorchWorks
 from gpipe_hpc.comm.net.pickling import dumps, loads
 from gpipe_hpc.comm.transport.wire import as_bytes
+from gpipe_hpc.comm.watchdog.activity import ActivityTracker
 from gpipe_hpc.comm.watchdog.failure import lost
-from gpipe_hpc.comm.watchdog.noting import Note
-from gpipe_hpc.comm.watchdog.pulse import Pulse
-from gpipe_hpc.device.device import Device, carries, knows
+from gpipe_hpc.comm.watchdog.wait_listener import WaitListener
+from gpipe_hpc.device.device import Device, accepts_device, uses_device_memory
 
-EXCHANGE_TAG = 2**29  # plus the value of `Traffic`
+EXCHANGE_TAG = 2**29  # plus the value of `TrafficKind`
 
 T = TypeVar("T")
 
@@ -49,27 +57,30 @@ class TorchGroup:
         self,
         group: dist.ProcessGroup,
         ranks: tuple[int, ...],
-        pulse: Pulse,
+        pulse: ActivityTracker,
         device: Device,
-        host: WideGroup | None = None,
+        host: SparseGroup | None = None,
     ) -> None:
         self.ranks = ranks
         self.size = self.width = len(ranks)
         self.position = ranks.index(dist.get_rank())
-        self.sent = Sent()
+        self.sent = TrafficCounter()
         self.torch_group = group
         self._pulse, self._device = pulse, device
-        self._carries, self._knows = carries(group, device), knows(group, device)
+        self._carries, self._knows = (
+            uses_device_memory(group, device),
+            accepts_device(group, device),
+        )
         self._host: Group = host or self
         self._greets = host.greet if host else None
         agree = host.all_reduce if host else partial(dist.all_reduce, group=group)
-        self._own_sums = OwnSums(group, ranks, device, agree)
-        self._carrier = Carrier(ranks, self.position, self._exchange, self._await)
-        self._stream_carrier = StreamCarrier(
+        self._own_sums = BackendReductions(group, ranks, device, agree)
+        self._carrier = PlanExecutor(ranks, self.position, self._exchange, self._await)
+        self._stream_carrier = StreamPlanExecutor(
             ranks, self.position, self._exchange_of_stream, self.all_reduce, device
         )
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Start summing `tensor` in place."""
         if self._is_foreign(tensor) or not self._sums(tensor):
             return self._by_host(tensor, self._start_on_host)
@@ -80,14 +91,14 @@ class TorchGroup:
         """Sum `tensor` in place."""
         self.start_all_reduce(tensor).wait()
 
-    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+    def all_reduce_hierarchical(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """All-reduce `tensor` in place; there is only one level."""
         self.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Replace each element by its maximum over all ranks."""
         if self._is_foreign(tensor) or not self._sums(tensor):
-            host = self._device.fetch(tensor)
+            host = self._device.to_host(tensor)
             widened(host, self._host.all_reduce_max)
             tensor.copy_(host)
             return
@@ -95,7 +106,7 @@ class TorchGroup:
         work = dist.all_reduce(tensor, op=greatest, group=self.torch_group, async_op=True)
         self._collective(work, tensor).wait()
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveHandle:
         """Start overwriting `tensor` with that of world rank `root`."""
         if self._is_foreign(tensor):
             return self._by_host(tensor, partial(self.start_broadcast, root=root))
@@ -108,42 +119,48 @@ class TorchGroup:
         """Overwrite `tensor` with that of world rank `root`."""
         self.start_broadcast(tensor, root).wait()
 
-    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
+    ) -> CollectiveHandle:
         """Start sends and receives over the group's connections, by host copies if necessary."""
         outside = not self._carries and self._device.is_accelerator
         if outside and any(self._device.holds(piece.tensor) for piece in (*sends, *receives)):
             return self._exchange_by_host(sends, receives)
-        return self._start(Traffic.CALLER, sends, receives, self._await)
+        return self._start(TrafficKind.CALLER, sends, receives, self._await)
 
     def _sums(self, tensor: torch.Tensor) -> bool:
-        """Return whether the device's backend can sum the tensor's dtype; see `OwnSums`."""
+        """Return whether the device's backend can sum the dtype; see `BackendReductions`."""
         return not self.uses_own(tensor) or self._own_sums.goes(tensor.dtype)
 
-    def _start_on_host(self, host: torch.Tensor) -> Pending:
+    def _start_on_host(self, host: torch.Tensor) -> CollectiveHandle:
         """Start summing a host copy; dtypes that Gloo cannot sum are widened and summed at once."""
         if host.dtype not in NARROW:
             return self._host.start_all_reduce(host)
         widened(host, self._host.all_reduce)
-        return Done()
+        return CompletedHandle()
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on a device whose memory the backend cannot access."""
         return not self._knows and self._device.holds(tensor)
 
-    def _by_host(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Pending]) -> Pending:
+    def _by_host(
+        self, tensor: torch.Tensor, start: Callable[[torch.Tensor], CollectiveHandle]
+    ) -> CollectiveHandle:
         """Start a collective on a copy of `tensor` in host memory."""
-        host = self._device.fetch(tensor)
-        return _ByHost(start(host), [(tensor, host)])
+        host = self._device.to_host(tensor)
+        return _HostStagedHandle(start(host), [(tensor, host)])
 
-    def _exchange_by_host(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+    def _exchange_by_host(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
+    ) -> CollectiveHandle:
         """Start an exchange of copies in host memory."""
-        out = [Piece(rank, self._device.fetch(tensor)) for rank, tensor in sends]
-        into = [Piece(rank, torch.empty_like(t, device="cpu")) for rank, t in receives]
-        pending = self._start(Traffic.CALLER, out, into, self._await)
+        out = [PeerTensor(rank, self._device.to_host(tensor)) for rank, tensor in sends]
+        into = [PeerTensor(rank, torch.empty_like(t, device="cpu")) for rank, t in receives]
+        pending = self._start(TrafficKind.CALLER, out, into, self._await)
         back = [(own.tensor, host.tensor) for own, host in zip(receives, into, strict=True)]
-        return _ByHost(pending, back)
+        return _HostStagedHandle(pending, back)
 
-    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> CollectiveHandle:
         """Start a plan: on a stream if the device's backend is used, else on a separate thread.
 
         Device tensors that must use Gloo are copied through host memory, which blocks.
@@ -152,7 +169,7 @@ class TorchGroup:
             return self._stream_carrier.start(plan, tensor, what)
         return self._carrier.start(plan, tensor, what)
 
-    def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> Pending:
+    def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> CollectiveHandle:
         """Start a job on a tensor that the device's backend sends; it runs on a side stream.
 
         See `start_plan`. All ranks must take part in each exchange of the job.
@@ -161,7 +178,7 @@ class TorchGroup:
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Pending:
+    ) -> CollectiveHandle:
         """Reduce-scatter along a ring, or by the device backend's collective for equal shards.
 
         Gloo's own reduce-scatter is not used: it is an all-reduce and sends twice the bytes.
@@ -173,11 +190,11 @@ class TorchGroup:
         work = dist.reduce_scatter_tensor(own, whole, group=self.torch_group, async_op=True)
         return self._collective(work, whole)
 
-    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Start summing `tensor` in place in rank order; each rank exchanges with every other."""
         return start_ordered_all_reduce(self, tensor)
 
-    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> CollectiveHandle:
         """Start a reduce-scatter in rank order; each rank exchanges with every other."""
         return start_ordered_reduce_scatter(self, whole)
 
@@ -189,7 +206,9 @@ class TorchGroup:
         """Fill `whole` with the shards of all ranks by direct exchange with every other rank."""
         all_gather(self, whole, counts)
 
-    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_all_gather(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> CollectiveHandle:
         """All-gather along a ring, or by the device backend's collective for equal shards."""
         sizes = checked_counts(whole, counts, self.size)
         if not self.uses_own(whole) or len(set(sizes)) > 1:
@@ -204,48 +223,56 @@ class TorchGroup:
         """Return whether a tensor is sent by the device's own backend, such as NCCL."""
         return self._carries and self._device.holds(tensor)
 
-    def _collective(self, work: dist.Work | None, tensor: torch.Tensor) -> Pending:
+    def _collective(self, work: dist.Work | None, tensor: torch.Tensor) -> CollectiveHandle:
         assert work is not None, f"not a member of {rank_names(self.ranks)}"
         what = f"a collective of {rank_names(self.ranks)}"
         started: Started = [(self.ranks, work)]
         is_apart = self._device.is_accelerator and self._device.holds(tensor)
-        return Works(started, self._await, what, tells=not is_apart)
+        return TorchWorks(started, self._await, what, tells=not is_apart)
 
     def _await(self, ranks: Sequence[int] | None) -> None:
         self._pulse.waits_for = ranks
 
-    def _exchange(self, traffic: Traffic, sends: Parts, receives: Parts, note: Note) -> None:
+    def _exchange(
+        self, traffic: TrafficKind, sends: Parts, receives: Parts, note: WaitListener
+    ) -> None:
         self._start(traffic, self._pieces(sends), self._pieces(receives), note).wait()
 
     def _exchange_of_stream(
-        self, traffic: Traffic, sends: Parts, receives: Parts, note: Note
+        self, traffic: TrafficKind, sends: Parts, receives: Parts, note: WaitListener
     ) -> None:
         """Run `_exchange`, but over the host group for greetings, which are host tensors."""
-        if traffic is not Traffic.GREETING or self._greets is None:
+        if traffic is not TrafficKind.GREETING or self._greets is None:
             self._exchange(traffic, sends, receives, note)
             return
         self._greets(self._pieces(sends), self._pieces(receives))
 
-    def _pieces(self, parts: Parts) -> list[Piece]:
-        return [Piece(self.ranks[i], tensor) for i, tensor in parts]
+    def _pieces(self, parts: Parts) -> list[PeerTensor]:
+        return [PeerTensor(self.ranks[i], tensor) for i, tensor in parts]
 
     def _start(
-        self, traffic: Traffic, sends: Sequence[Piece], receives: Sequence[Piece], note: Note
-    ) -> Pending:
-        if traffic is not Traffic.GREETING:
+        self,
+        traffic: TrafficKind,
+        sends: Sequence[PeerTensor],
+        receives: Sequence[PeerTensor],
+        note: WaitListener,
+    ) -> CollectiveHandle:
+        if traffic is not TrafficKind.GREETING:
             self.sent.count(sends)
         tag = EXCHANGE_TAG + traffic.value
         peers = sorted({piece.rank for piece in (*sends, *receives)})
         if not peers:
-            return Done()
+            return CompletedHandle()
         batched = self.uses_own((*sends, *receives)[0].tensor)
         start = self._start_batch if batched else self._post
         try:
-            return Works(start(sends, receives, tag), note)
+            return TorchWorks(start(sends, receives, tag), note)
         except RuntimeError as error:
             raise lost(error, rank_names(peers)) from error
 
-    def _post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> Started:
+    def _post(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int
+    ) -> Started:
         """Start each message separately, receives first, so that no send has to wait.
 
         Calling the process group directly takes half the time of `dist.isend` and `dist.irecv`.
@@ -257,7 +284,9 @@ class TorchGroup:
             for piece in pieces
         ]
 
-    def _start_batch(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> Started:
+    def _start_batch(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int
+    ) -> Started:
         """Start all messages in one batch, because NCCL would serialise separate ones."""
         operations = [
             dist.P2POp(start, as_bytes(piece.tensor), piece.rank, self.torch_group, tag)
@@ -282,7 +311,7 @@ class TorchGroup:
         """Return the values of all ranks on world rank `root`, None elsewhere."""
         return self._gather_values(value, partial(self._gather_at, root=root))
 
-    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+    def scatter_object(self, values: Sequence[Any] | None, root: int) -> Any:
         """Scatter objects: return this rank's entry of the root's `values`."""
         what = f"values for {rank_names(self.ranks)}"
         is_root = dist.get_rank() == root
@@ -293,14 +322,14 @@ class TorchGroup:
         own = self.position
         if values is not None:
             pieces = [
-                Piece(rank, torch.frombuffer(part, dtype=torch.uint8))
+                PeerTensor(rank, torch.frombuffer(part, dtype=torch.uint8))
                 for rank, part in zip(self.ranks, parts, strict=True)
                 if rank != root
             ]
             self.start_exchange(pieces, ()).wait()
             return values[own]
         came = torch.empty(int(sizes[own]), dtype=torch.uint8)
-        self.start_exchange((), [Piece(root, came)]).wait()
+        self.start_exchange((), [PeerTensor(root, came)]).wait()
         return loads(came.numpy().data, f"{what}, from rank {root}")
 
     def broadcast_object(self, value: Any, root: int) -> Any:
@@ -367,12 +396,14 @@ class TorchGroup:
         return [part[:count] for part, count in zip(gathered, counts, strict=True)]
 
 
-class _ByHost:
+class _HostStagedHandle:
     """A collective on host copies, which `wait` copies back to the original tensors."""
 
-    def __init__(self, pending: Pending, back: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self, pending: CollectiveHandle, back: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         self._pending, self._back = pending, back
-        self._calls = Calls()
+        self._calls = CompletionCallbacks()
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._calls.add(call)

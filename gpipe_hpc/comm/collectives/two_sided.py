@@ -11,11 +11,17 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.bruck import all_reduce, all_to_all, reduce_scatter
-from gpipe_hpc.comm.collectives.carrying import Exchange as Swap
-from gpipe_hpc.comm.collectives.carrying import plus
-from gpipe_hpc.comm.collectives.group import Done, Group, Pending, Piece, Sent
+from gpipe_hpc.comm.collectives.group import (
+    CollectiveHandle,
+    CompletedHandle,
+    Group,
+    PeerTensor,
+    TrafficCounter,
+)
 from gpipe_hpc.comm.collectives.orders import in_rank_order
-from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.collectives.plan import Plan, PlanPosition
+from gpipe_hpc.comm.collectives.run_plan import Exchange as Swap
+from gpipe_hpc.comm.collectives.run_plan import plus
 from gpipe_hpc.comm.collectives.shards import checked_counts
 from gpipe_hpc.comm.collectives.torch_group import TorchGroup
 from gpipe_hpc.device.device import Device
@@ -33,13 +39,13 @@ class TwoSidedGroup:
     def __init__(self, own: TorchGroup, host: Group, device: Device) -> None:
         assert own.ranks == host.ranks, f"expected one group, got {own.ranks} and {host.ranks}"
         self._own, self._host, self._device = own, host, device
-        self._place = Place(own.size, own.position)
+        self._place = PlanPosition(own.size, own.position)
         self.ranks = own.ranks
         self.size = self.width = own.size
         self.position = own.position
 
     @property
-    def sent(self) -> Sent:
+    def sent(self) -> TrafficCounter:
         """Return the traffic of both parts."""
         return self._own.sent.plus(self._host.sent)
 
@@ -51,7 +57,7 @@ class TwoSidedGroup:
     def _side(self, tensor: torch.Tensor) -> Group:
         return self._own if self._device.holds(tensor) else self._host
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Start summing `tensor` in place."""
         return self._side(tensor).start_all_reduce(tensor)
 
@@ -59,7 +65,7 @@ class TwoSidedGroup:
         """Sum `tensor` in place."""
         self._side(tensor).all_reduce(tensor)
 
-    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+    def all_reduce_hierarchical(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """All-reduce `tensor` in place; there is only one level."""
         self.all_reduce(tensor)
 
@@ -67,7 +73,7 @@ class TwoSidedGroup:
         """Replace each element by its maximum over all ranks."""
         self._side(tensor).all_reduce_max(tensor)
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveHandle:
         """Start overwriting `tensor` with that of world rank `root`."""
         return self._side(tensor).start_broadcast(tensor, root)
 
@@ -75,27 +81,31 @@ class TwoSidedGroup:
         """Overwrite `tensor` with that of world rank `root`."""
         self._side(tensor).broadcast(tensor, root)
 
-    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
+    ) -> CollectiveHandle:
         """Start an exchange of tensors that are all on the host or all on the device."""
         if not sends and not receives:
-            return Done()
+            return CompletedHandle()
         return self._side((*sends, *receives)[0].tensor).start_exchange(sends, receives)
 
-    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> CollectiveHandle:
         """Start executing this rank's plan in place on `tensor`."""
         return self._side(tensor).start_plan(plan, tensor, what)
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Pending:
+    ) -> CollectiveHandle:
         """Start an in-place reduce-scatter."""
         return self._side(whole).start_reduce_scatter(whole, counts)
 
-    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_all_gather(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> CollectiveHandle:
         """Start filling `whole` with the shards of all ranks."""
         return self._side(whole).start_all_gather(whole, counts)
 
-    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Start summing `tensor` in place, each element in rank order."""
         if not self._own.uses_own(tensor):
             return self._host.start_ordered_all_reduce(tensor)
@@ -107,7 +117,7 @@ class TwoSidedGroup:
 
         return self._own.start_job(job, parts, "all-reduce in the order of ranks")
 
-    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> CollectiveHandle:
         """Start a reduce-scatter with equal shards that adds each element in rank order."""
         if not self._own.uses_own(whole):
             return self._host.start_ordered_reduce_scatter(whole)
@@ -129,7 +139,7 @@ class TwoSidedGroup:
 
         self._own.start_job(job, whole, f"all-to-all, shards {sizes}").wait()
         for shard in came:  # allocated on the job's stream
-            self._device.lend(shard, self._device.current_stream())
+            self._device.keep_for_stream(shard, self._device.current_stream())
         return came
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
@@ -151,9 +161,9 @@ class TwoSidedGroup:
         """Return the values of all ranks on world rank `root`, None elsewhere."""
         return self._host.gather_object(value, root)
 
-    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+    def scatter_object(self, values: Sequence[Any] | None, root: int) -> Any:
         """Return this rank's entry of the root's `values`."""
-        return self._host.deal_object(values, root)
+        return self._host.scatter_object(values, root)
 
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Return the value of world rank `root`."""

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpipe_hpc.comm.collectives.group import Calls, rank_names
+from gpipe_hpc.comm.collectives.group import CompletionCallbacks, rank_names
 from gpipe_hpc.comm.watchdog.failure import lost
-from gpipe_hpc.comm.watchdog.noting import Note
+from gpipe_hpc.comm.watchdog.wait_listener import WaitListener
 
 Started = Sequence[tuple[Sequence[int], Any]]
 """torch works, each with the ranks that it waits for."""
 
 
-class Works:
+class TorchWorks:
     """A set of torch works in progress; errors name the ranks of the failed work, or `what`.
 
     `tells` states that there is a single work whose future signals its completion. The future of
@@ -19,10 +19,10 @@ class Works:
     """
 
     def __init__(
-        self, started: Started, note: Note, what: str | None = None, *, tells: bool = False
+        self, started: Started, note: WaitListener, what: str | None = None, *, tells: bool = False
     ) -> None:
         self._started, self._note, self._what = started, note, what
-        self._tells, self._calls = tells, Calls()
+        self._tells, self._calls = tells, CompletionCallbacks()
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Run `call` on completion if it is signalled, else once `wait` was called."""

@@ -20,7 +20,7 @@ _LISTS: Final = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 _NAMES: Final = ("CCL_KVS_IFACE", "FI_TCP_IFACE")
 
 
-def keep_local() -> None:
+def listen_on_loopback() -> None:
     """Make all libraries listen on loopback only, unless their variables are set."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
@@ -46,7 +46,7 @@ def follow_gloo() -> None:
         os.environ.setdefault(variable, chosen.partition(",")[0])
 
 
-def asked_for(wanted: str | None) -> Interface | None:
+def requested_interface(wanted: str | None) -> Interface | None:
     """Return the interface selected by `comm.interface` or GLOO_SOCKET_IFNAME; None if unset.
 
     Raises ConfigError if this machine has no such interface.

@@ -188,9 +188,9 @@ class _Sender(pickle.Pickler):
         if kind is Row:
             return _describe_row(value)
         if isinstance(value, _TORCH_KINDS):
-            return _Call(_of_torch, (str(value).removeprefix("torch."),))
+            return _RebuildCall(_of_torch, (str(value).removeprefix("torch."),))
         if isinstance(value, np.dtype):
-            return _Call(_dtype, (_describe_dtype(value),))
+            return _RebuildCall(_dtype, (_describe_dtype(value),))
         if isinstance(value, Enum) and _is_allowed(kind):
             # As most versions of Python do; 3.11.0 to 3.11.3 use getattr, which is not allowed.
             return kind, (value.value,)
@@ -215,7 +215,7 @@ class _Checker(_Sender):
     def describe_tensor(self, tensor: torch.Tensor) -> Any:
         """Check the tensor without reading its elements."""
         _check_plain_tensor(tensor)
-        return _Call(_tensor, ())
+        return _RebuildCall(_tensor, ())
 
 
 class _Receiver(pickle.Unpickler):
@@ -288,7 +288,7 @@ def _name(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
-class _Call(NamedTuple):
+class _RebuildCall(NamedTuple):
     """A function call in a message, which rebuilds a value."""
 
     function: Callable[..., object]
@@ -302,11 +302,11 @@ def _check_plain_tensor(tensor: torch.Tensor) -> None:
         raise _Refused("a tensor that is sparse, quantized or nested")
 
 
-def _describe_tensor(tensor: torch.Tensor) -> _Call:
+def _describe_tensor(tensor: torch.Tensor) -> _RebuildCall:
     _check_plain_tensor(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return _Call(_tensor, (tensor.dtype, tuple(tensor.shape), raw, tensor.requires_grad))
+    return _RebuildCall(_tensor, (tensor.dtype, tuple(tensor.shape), raw, tensor.requires_grad))
 
 
 @rebuilds
@@ -330,9 +330,9 @@ def _tensor(
     )
 
 
-def _describe_row(row: Row) -> _Call:
+def _describe_row(row: Row) -> _RebuildCall:
     kinds = [(op.value, stage, peer) for op, stage, peer in row.kinds]
-    return _Call(_row, (kinds, row.which.tobytes(), row.numbers.tobytes()))
+    return _RebuildCall(_row, (kinds, row.which.tobytes(), row.numbers.tobytes()))
 
 
 @rebuilds
@@ -342,8 +342,8 @@ def _row(kinds: list[tuple[str, int, int | None]], which: bytes, numbers: bytes)
     return Row.of_bytes(named, which, numbers)
 
 
-def _describe_array(array: np.ndarray[Any, Any]) -> _Call:
-    return _Call(_array, (_describe_dtype(array.dtype), array.shape, array.tobytes()))
+def _describe_array(array: np.ndarray[Any, Any]) -> _RebuildCall:
+    return _RebuildCall(_array, (_describe_dtype(array.dtype), array.shape, array.tobytes()))
 
 
 def _describe_dtype(dtype: np.dtype[Any]) -> object:

@@ -8,7 +8,8 @@ first rank creates for this user. The secret itself is never sent. Ranks send pr
 Every `ProcessWorld` has its own secret, ``world.secret``, derived from the job's secret and a
 random number drawn by rank 0. ``world.secret.derive("watch")`` derives a secret for one purpose,
 whose proofs are invalid for any other. `Secret.seal` and `Secret.unseal` protect single values
-against modification; mutual authentication of a connection is in `gpipe_hpc.comm.watchdog.talk`.
+against modification; mutual authentication of a connection is in
+`gpipe_hpc.comm.watchdog.watcher_connection`.
 Without a job secret the key is the random number alone, which is readable in the store:
 ``world.secret.guards`` is False, and a proof only shows that its author could read the store.
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class View(NamedTuple):
+class TensorLayout(NamedTuple):
     """Layout of a tensor in memory; `offset_bytes` counts from the start of the memory."""
 
     offset_bytes: int
@@ -24,7 +24,7 @@ class View(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "View":
+    def of(cls, tensor: Tensor) -> "TensorLayout":
         """Return the layout of a tensor in its storage."""
         offset = int(tensor.storage_offset()) * tensor.itemsize
         return cls(offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -43,11 +43,11 @@ class View(NamedTuple):
         return own.set_(memory.untyped_storage(), place, self.shape, self.strides)
 
 
-class Block(NamedTuple):
+class AliasedMemory(NamedTuple):
     """Memory that several tensors share: its bytes, and the layout of each tensor by position."""
 
     memory: Tensor
-    views: dict[int, View]
+    views: dict[int, TensorLayout]
 
 
 _MARK: Final = "_lies_in_a_buffer"
@@ -74,7 +74,7 @@ def storages_of(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}
 
 
-def shared_blocks(tensors: Sequence[Tensor]) -> list[Block]:
+def shared_blocks(tensors: Sequence[Tensor]) -> list[AliasedMemory]:
     """Return the blocks of memory that several of these distinct tensors share."""
     places: dict[int, list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -83,7 +83,7 @@ def shared_blocks(tensors: Sequence[Tensor]) -> list[Block]:
     if len(places) == len(tensors):
         return []
     return [
-        _block(tensors[group[0]], {place: View.of(tensors[place]) for place in group})
+        _block(tensors[group[0]], {place: TensorLayout.of(tensors[place]) for place in group})
         for together in places.values()
         if len(together) > 1
         for group in _groups(tensors, together)
@@ -100,27 +100,29 @@ def cloned(tensors: Sequence[Tensor]) -> list[Tensor]:
     return clones
 
 
-def _block(tensor: Tensor, views: dict[int, View]) -> Block:
+def _block(tensor: Tensor, views: dict[int, TensorLayout]) -> AliasedMemory:
     start = min(view.offset_bytes for view in views.values())
     start -= start % _ALIGNMENT
     size = max(view.end_bytes for view in views.values()) - start
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     memory.set_(tensor.untyped_storage(), start, (size,), (1,))
     moved = {p: v._replace(offset_bytes=v.offset_bytes - start) for p, v in views.items()}
-    return Block(memory, moved)
+    return AliasedMemory(memory, moved)
 
 
 def _groups(tensors: Sequence[Tensor], places: Sequence[int]) -> list[list[int]]:
     """Return groups of tensors of one storage that share elements, directly or transitively."""
     groups: list[list[int]] = []
     for place in places:
-        view = View.of(tensors[place])
-        met = [g for g in groups if any(_meet(view, View.of(tensors[other])) for other in g)]
+        view = TensorLayout.of(tensors[place])
+        met = [
+            g for g in groups if any(_meet(view, TensorLayout.of(tensors[other])) for other in g)
+        ]
         groups = [g for g in groups if g not in met] + [[*(p for g in met for p in g), place]]
     return [sorted(group) for group in groups if len(group) > 1]
 
 
-def _meet(one: View, other: View) -> bool:
+def _meet(one: TensorLayout, other: TensorLayout) -> bool:
     """Return whether two views of one storage have bytes in common."""
     if one.end_bytes <= other.offset_bytes or other.end_bytes <= one.offset_bytes:
         return False
@@ -132,7 +134,7 @@ def _meet(one: View, other: View) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _meet_exactly(one: View, other: View) -> bool:
+def _meet_exactly(one: TensorLayout, other: TensorLayout) -> bool:
     unit = gcd(one.dtype.itemsize, other.dtype.itemsize, one.offset_bytes, other.offset_bytes)
     size = max(one.end_bytes, other.end_bytes) // unit
     marks = torch.zeros(size, dtype=torch.bool, device="cpu")
@@ -140,7 +142,7 @@ def _meet_exactly(one: View, other: View) -> bool:
     return bool(_in_units(other, unit, marks).any())
 
 
-def _in_units(view: View, unit: int, marks: Tensor) -> Tensor:
+def _in_units(view: TensorLayout, unit: int, marks: Tensor) -> Tensor:
     """Return the view of `marks`, which has one element per `unit` bytes, that a tensor covers."""
     ratio = view.dtype.itemsize // unit
     strides = (*(stride * ratio for stride in view.strides), 1)

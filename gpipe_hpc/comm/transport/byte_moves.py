@@ -23,14 +23,14 @@ _HOST: Final = HostDevice()
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
-class Move(NamedTuple):
+class ByteRoute(NamedTuple):
     """Source and destination rank of a transfer."""
 
     source: int
     destination: int
 
 
-class ByteMoves:
+class ByteTransfers:
     """Repeatable transfers of bytes between fixed pairs of ranks.
 
     Every rank of the world creates this object, even if it takes part in no transfer.
@@ -42,7 +42,7 @@ class ByteMoves:
         serial: number that distinguishes objects of one world that exist at the same time.
     """
 
-    def __init__(self, world: World, moves: Sequence[Move], serial: int) -> None:
+    def __init__(self, world: World, moves: Sequence[ByteRoute], serial: int) -> None:
         moves = [move for move in moves if world.rank in move]
         assert all(move.source != move.destination for move in moves), f"to itself: {moves}"
         # Tags only have to differ between the two moves of a pair of ranks.
@@ -56,7 +56,7 @@ class ByteMoves:
         self._incoming = [move for move in moves if move.destination == world.rank]
         self._transport: Transport = world.transport(list(self._channels.values()), _HOST)
 
-    def tell_sizes(self, outgoing: Mapping[int, torch.Tensor]) -> dict[int, int]:
+    def exchange_sizes(self, outgoing: Mapping[int, torch.Tensor]) -> dict[int, int]:
         """Send each destination the number of bytes to expect; return that of each source.
 
         All ranks of the transfers call this. Raises the errors of `run`.

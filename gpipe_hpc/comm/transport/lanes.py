@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 
-class Work(Protocol):
+class LaneWork(Protocol):
     """A send or receive in progress."""
 
     def wait(self) -> object:
@@ -26,10 +26,10 @@ class Lane(Protocol):
     complete once the receiver has received the tensor.
     """
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor) -> LaneWork:
         """Start sending a tensor; the caller must keep it unchanged until the work is complete."""
 
-    def receive(self, tensor: torch.Tensor) -> Work:
+    def receive(self, tensor: torch.Tensor) -> LaneWork:
         """Start receiving into a tensor."""
 
 
@@ -46,10 +46,10 @@ class TorchLane(NamedTuple):
 
     # Calling the group directly takes half the time of torch's `isend` and `irecv`.
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor) -> LaneWork:
         """Start sending a tensor."""
         return self.group.send([tensor], self.peer, self.tag)
 
-    def receive(self, tensor: torch.Tensor) -> Work:
+    def receive(self, tensor: torch.Tensor) -> LaneWork:
         """Start receiving into a tensor."""
         return self.group.recv([tensor], self.peer, self.tag)

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
-from gpipe_hpc.comm.transport.handing import leave, take
+from gpipe_hpc.comm.transport.device_handoff import accept_handoff, hand_off
 from gpipe_hpc.comm.transport.thread_hub import ThreadHub
-from gpipe_hpc.comm.transport.wire import Catalogue, assemble, disassemble
+from gpipe_hpc.comm.transport.wire import StructureCache, assemble, disassemble
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.pytree import Nest
 
@@ -24,7 +24,7 @@ class MemoryTransport:
     def __init__(self, hub: ThreadHub, channels: Sequence[PlacedChannel], device: Device) -> None:
         self._hub, self._device = hub, device
         self._num_posted = 0
-        self._catalogues = {channel: Catalogue() for channel in channels}
+        self._catalogues = {channel: StructureCache() for channel in channels}
         with hub.changed:
             for channel in channels:
                 hub.queues.setdefault(channel, deque())
@@ -40,7 +40,7 @@ class MemoryTransport:
             # Rebuilt here, so that both ends see the same new leaves as over a network.
             self._hub.refuse_failed(f"rank {channel.destination_rank}")
             message = Message(assemble(structure, tensors), num_samples)
-            left = leave(self._device, tensors)
+            left = hand_off(self._device, tensors)
             self._hub.queues[channel].append((microbatch, message, left))
             self._hub.changed.notify_all()
 
@@ -60,7 +60,7 @@ class MemoryTransport:
         assert came == microbatch, f"{channel}: expected micro-batch {microbatch}, got {came}"
         self._num_posted -= 1
         if self._device.is_accelerator:  # host tensors need no wait
-            take(self._device, left)
+            accept_handoff(self._device, left)
         return message
 
     def finish(self) -> None:

@@ -11,14 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from gpipe_hpc.comm.transport.lanes import Work
-from gpipe_hpc.comm.transport.payload import Part, Payload
+from gpipe_hpc.comm.transport.lanes import LaneWork
+from gpipe_hpc.comm.transport.payload import OutgoingTensor, Payload
 from gpipe_hpc.device.device import Device
 
 Job = Callable[[], None]
 
 
-class _Line:
+class _SenderThread:
     """A thread that runs jobs in order until `close`."""
 
     def __init__(self, name: str, device: Device) -> None:
@@ -43,7 +43,7 @@ def _work_off(jobs: "queue.SimpleQueue[Job | None]", device: Device) -> None:
         del job  # otherwise the last message's tensors would live until the next one
 
 
-class _Lines:
+class _SenderThreads:
     """The threads of an outbox.
 
     It does not reference the `Outbox`, whose garbage collection ends the threads.
@@ -55,10 +55,10 @@ class _Lines:
         self.failure: Exception | None = None
         self._payload = payload
         self._num_unstarted = 0
-        self._starts: _Line | None = None
-        self._peers: dict[int, _Line] = {}
+        self._starts: _SenderThread | None = None
+        self._peers: dict[int, _SenderThread] = {}
 
-    def send(self, peer: int, parts: Sequence[Part]) -> None:
+    def send(self, peer: int, parts: Sequence[OutgoingTensor]) -> None:
         """Start sending parts in call order, each once it is ready.
 
         The peer's thread waits until they are sent.
@@ -70,7 +70,7 @@ class _Lines:
             self.num_pending += 1
         if in_turn:
             if self._starts is None:
-                self._starts = _Line("outbox", self._payload.device)
+                self._starts = _SenderThread("outbox", self._payload.device)
             self._starts.put(lambda: self._start_in_turn(peer, parts))
             return
         try:
@@ -85,7 +85,7 @@ class _Lines:
             if line is not None:
                 line.close()
 
-    def _start_in_turn(self, peer: int, parts: Sequence[Part]) -> None:
+    def _start_in_turn(self, peer: int, parts: Sequence[OutgoingTensor]) -> None:
         try:
             for part in parts:
                 if part.ready is not None:
@@ -96,7 +96,9 @@ class _Lines:
         with self.changed:
             self._num_unstarted -= 1
 
-    def _see_off(self, peer: int, parts: Sequence[Part], works: Sequence[Work]) -> None:
+    def _see_off(
+        self, peer: int, parts: Sequence[OutgoingTensor], works: Sequence[LaneWork]
+    ) -> None:
         """Let the peer's thread wait until all parts are sent; they stay alive until then."""
         line = self._peers.get(peer)
         if line is None:
@@ -104,10 +106,10 @@ class _Lines:
                 line = self._peers.get(peer)
                 if line is None:
                     device = self._payload.device
-                    line = self._peers[peer] = _Line(f"outbox to {peer}", device)
+                    line = self._peers[peer] = _SenderThread(f"outbox to {peer}", device)
         line.put(lambda: self._wait_for(parts, works))
 
-    def _wait_for(self, parts: Sequence[Part], works: Sequence[Work]) -> None:
+    def _wait_for(self, parts: Sequence[OutgoingTensor], works: Sequence[LaneWork]) -> None:
         try:
             for work in works:
                 work.wait()
@@ -129,11 +131,11 @@ class Outbox:
     """Sends messages in order and releases their tensors once they are sent."""
 
     def __init__(self, payload: Payload) -> None:
-        self._lines = _Lines(payload)
-        self._on_stream: list[tuple[Work, Part]] = []
+        self._lines = _SenderThreads(payload)
+        self._on_stream: list[tuple[LaneWork, OutgoingTensor]] = []
         weakref.finalize(self, self._lines.close).atexit = False
 
-    def put(self, peer: int, parts: Sequence[Part]) -> None:
+    def put(self, peer: int, parts: Sequence[OutgoingTensor]) -> None:
         """Send the parts of one message to world rank `peer`.
 
         Raises the error of an earlier send: RuntimeError if its receiver has ended.
@@ -159,5 +161,5 @@ class Outbox:
         self._on_stream.clear()
 
 
-def _start(parts: Sequence[Part]) -> list[Work]:
+def _start(parts: Sequence[OutgoingTensor]) -> list[LaneWork]:
     return [part.start() for part in parts]

@@ -2,10 +2,10 @@
 
 The size of a posted receive must be known in advance: with Gloo a larger message aborts the
 process, a smaller one leaves old data at the end. So each message begins with an announcement of
-fixed size (`Word`). Receives for the announcement and for the tensors of the expected structure are
-posted ahead, on the `prompt` lane. If a message has another structure, the sender still fills the
-posted buffers. Header and tensors then follow on the `late` lane, on which the receiver posts them
-after reading the announcement.
+fixed size (`Announcement`). Receives for the announcement and for the tensors of the expected
+structure are posted ahead, on the `prompt` lane. If a message has another structure, the sender
+still fills the posted buffers. Header and tensors then follow on the `late` lane, on which the
+receiver posts them after reading the announcement.
 
 Accelerator tensors that were posted ahead use a single lane of the device's backend per pair and
 direction. All channels share it, because receives are posted in the order of the sends.
@@ -21,13 +21,13 @@ import torch
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.lanes import Lane
 from gpipe_hpc.comm.transport.outbox import Outbox
-from gpipe_hpc.comm.transport.payload import Part, Payload, Receiving, Ways
+from gpipe_hpc.comm.transport.payload import OutgoingTensor, Payload, PostedReceive, TensorLanes
 from gpipe_hpc.comm.transport.wire import (
     EMPTY,
     WORD_LENGTH,
-    Catalogue,
-    Expectation,
-    Word,
+    Announcement,
+    ExpectedStructure,
+    StructureCache,
     assemble,
     disassemble,
 )
@@ -35,7 +35,7 @@ from gpipe_hpc.comm.watchdog.failure import lost
 from gpipe_hpc.pytree import Nest
 
 
-class Link:
+class ChannelEnd:
     """One end of a channel: its lanes, and the structures of messages known to both ends.
 
     `prompt` and `late` are host lanes; `direct` is a lane of the device's backend, if there is one.
@@ -53,35 +53,35 @@ class Link:
         self.peer = peer
         self.late = late
         self.prompt = prompt
-        self.posted_ways, self.late_ways = Ways(prompt, direct), Ways(late, None)
+        self.posted_ways, self.late_ways = TensorLanes(prompt, direct), TensorLanes(late, None)
         self.serial = 0
-        self.posted: list[_Posted] = []
-        self.catalogue = Catalogue()
-        self._places: dict[tuple[str, int], Expectation] = {}
+        self.posted: list[_PendingReceive] = []
+        self.catalogue = StructureCache()
+        self._places: dict[tuple[str, int], ExpectedStructure] = {}
 
-    def place(self, lane: str, microbatch: int) -> Expectation:
+    def place(self, lane: str, microbatch: int) -> ExpectedStructure:
         """Return the structure to expect for a micro-batch of the schedule that uses `lane`."""
         key = (lane, microbatch)
         place = self._places.get(key)
         if place is None:
-            place = self._places[key] = Expectation()
+            place = self._places[key] = ExpectedStructure()
         return place
 
 
-class _Posted(NamedTuple):
+class _PendingReceive(NamedTuple):
     """A posted receive."""
 
     lane: str
     microbatch: int
     expected: int | None
-    word: Receiving
-    tensors: list[Receiving]
+    word: PostedReceive
+    tensors: list[PostedReceive]
 
 
 class ProcessTransport:
     """Transport between processes over torch; `payload` moves tensors to and from the device."""
 
-    def __init__(self, links: Sequence[Link], payload: Payload, outbox: Outbox) -> None:
+    def __init__(self, links: Sequence[ChannelEnd], payload: Payload, outbox: Outbox) -> None:
         self._links = {link.channel: link for link in links}
         self._payload = payload
         self._outbox = outbox
@@ -98,14 +98,16 @@ class ProcessTransport:
         structure, tensors = disassemble(nest, payload.device) if num_samples else (EMPTY, [])
         number, header = link.catalogue.identify(structure)
         place = link.place(lane, microbatch)
-        word = Word(link.serial, microbatch, number, len(header), num_samples)
+        word = Announcement(link.serial, microbatch, number, len(header), num_samples)
         link.serial += 1
-        parts = [Part(link.prompt, torch.tensor(word, dtype=torch.int64))]
+        parts = [OutgoingTensor(link.prompt, torch.tensor(word, dtype=torch.int64))]
         as_expected = place.expected == number
         if place.expected is not None and not as_expected:
             parts += payload.fill(place.metas, link.posted_ways)
         if header:
-            parts.append(Part(link.late, torch.frombuffer(bytearray(header), dtype=torch.uint8)))
+            parts.append(
+                OutgoingTensor(link.late, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            )
         ways = link.posted_ways if as_expected else link.late_ways
         parts += payload.send(tensors, structure.metas, ways)
         place.saw(number, structure)
@@ -123,7 +125,7 @@ class ProcessTransport:
             tensors = self._payload.receive(place.metas, link.posted_ways)
         except RuntimeError as error:
             raise lost(error, f"rank {channel.source_rank}") from error
-        link.posted.append(_Posted(lane, microbatch, place.expected, word, tensors))
+        link.posted.append(_PendingReceive(lane, microbatch, place.expected, word, tensors))
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
         """Return the message of the oldest posted receive of the channel."""
@@ -138,8 +140,8 @@ class ProcessTransport:
         except RuntimeError as error:
             raise lost(error, f"rank {channel.source_rank}") from error
 
-    def _take(self, link: Link, posted: _Posted) -> Message:
-        word = Word(*posted.word.wait().tolist())
+    def _take(self, link: ChannelEnd, posted: _PendingReceive) -> Message:
+        word = Announcement(*posted.word.wait().tolist())
         if word.serial != link.serial or word.microbatch != posted.microbatch:
             raise ConnectionError(
                 f"{link.channel}: expected message {link.serial} with micro-batch "

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel, Transport
-from gpipe_hpc.comm.watchdog.pulse import Pulse
+from gpipe_hpc.comm.watchdog.activity import ActivityTracker
 from gpipe_hpc.pytree import Nest
 
 
 class RoutedTransport:
     """Forwards each call to the channel's transport; records in `pulse` the rank waited for."""
 
-    def __init__(self, routes: Mapping[PlacedChannel, Transport], pulse: Pulse) -> None:
+    def __init__(self, routes: Mapping[PlacedChannel, Transport], pulse: ActivityTracker) -> None:
         self._pulse = pulse
         self._routes = dict(routes)
         self._receivers = sorted({channel.destination_rank for channel in routes})

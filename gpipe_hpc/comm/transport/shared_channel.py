@@ -12,7 +12,13 @@ import torch
 
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.slots import Slot, SlotPool, message_bytes
-from gpipe_hpc.comm.transport.wire import EMPTY, Catalogue, Structure, assemble, disassemble
+from gpipe_hpc.comm.transport.wire import (
+    EMPTY,
+    NestStructure,
+    StructureCache,
+    assemble,
+    disassemble,
+)
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.pytree import Nest
 
@@ -25,7 +31,7 @@ _NONE: Final = -1
 _FULL: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS})
 
 
-class _Word(NamedTuple):
+class _SlotAnnouncement(NamedTuple):
     """Announcement of a message over the socket: its fields as 8-byte integers, in this order."""
 
     serial: int
@@ -41,7 +47,7 @@ class _Outgoing(NamedTuple):
     """A message that the sender has not announced yet."""
 
     microbatch: int
-    structure: Structure
+    structure: NestStructure
     tensors: list[torch.Tensor]
     num_samples: int
 
@@ -54,10 +60,10 @@ class SharedSender:
         self.channel = channel
         self._serial = 0
         self._impatient = _impatient(connection)
-        self._catalogue = Catalogue()
+        self._catalogue = StructureCache()
         self._pool = SlotPool()
         # The structure of the last message, and the bytes it needs in a slot without a header.
-        self._sized: tuple[Structure, int] = (EMPTY, 0)
+        self._sized: tuple[NestStructure, int] = (EMPTY, 0)
         self._waiting: deque[_Outgoing] = deque()
         # If the first of these is in its slot already: its announcement, and a descriptor to send.
         self._ready: tuple[bytes, int | None] | None = None
@@ -129,7 +135,7 @@ class SharedSender:
         self._serial += 1
         return word, descriptor
 
-    def _size_of(self, header: bytes, structure: Structure) -> int:
+    def _size_of(self, header: bytes, structure: NestStructure) -> int:
         if header:
             return message_bytes(len(header), structure.metas)
         if structure is not self._sized[0]:
@@ -145,7 +151,7 @@ class SharedReceiver:
         self.channel = channel
         self._serial = 0
         self._impatient = _impatient(connection)
-        self._catalogue = Catalogue()
+        self._catalogue = StructureCache()
         self._slots: dict[int, Slot] = {}
 
     def receive(self, microbatch: int) -> Message:
@@ -192,7 +198,7 @@ class SharedReceiver:
         self.connection.close()
         self._impatient.close()
 
-    def _next_word(self) -> tuple[_Word, int | None]:
+    def _next_word(self) -> tuple[_SlotAnnouncement, int | None]:
         try:
             data, ancillary, _, _ = self._impatient.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)
         except BlockingIOError:
@@ -202,7 +208,7 @@ class SharedReceiver:
         if len(data) < _WORD.size:
             data += receive_exactly(self.connection, _WORD.size - len(data))
         descriptor = _DESCRIPTOR.unpack(ancillary[0][2])[0] if ancillary else None
-        return _Word._make(_WORD.unpack(data)), descriptor
+        return _SlotAnnouncement._make(_WORD.unpack(data)), descriptor
 
 
 def _impatient(connection: socket.socket) -> socket.socket:

@@ -30,7 +30,7 @@ _USED, _RELEASED = b"\0", b"\1"
 _Memory = ctypes.Array[ctypes.c_char]
 
 
-class _Place(NamedTuple):
+class _SlotTensor(NamedTuple):
     """Layout of a tensor in a slot."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Slot:
     # Metadata, header length and layout of the last message, cached because most messages have
     # the same structure.
     _laid_out: tuple[Sequence[TensorMeta], int] = field(default=((), 0), init=False)
-    _places: list[_Place] = field(default_factory=list, init=False)
+    _places: list[_SlotTensor] = field(default_factory=list, init=False)
     _tensors: list[torch.Tensor] = field(default_factory=list, init=False)  # used by the writer
 
     def __post_init__(self) -> None:
@@ -132,12 +132,12 @@ class Slot:
         for meta in metas:
             offset = aligned(offset)
             count = meta.num_elements
-            self._places.append(_Place(meta.shape, meta.dtype, count, offset, meta.strides))
+            self._places.append(_SlotTensor(meta.shape, meta.dtype, count, offset, meta.strides))
             offset += count * meta.dtype.itemsize
         return True
 
 
-class _Lease(ctypes.Array[ctypes.c_char]):
+class _SlotArray(ctypes.Array[ctypes.c_char]):
     """An array over a slot that releases the slot when it is garbage-collected."""
 
     _type_ = ctypes.c_char
@@ -153,10 +153,10 @@ class _Lease(ctypes.Array[ctypes.c_char]):
 
 
 @lru_cache(maxsize=64)
-def _lease_over(num_bytes: int, owner_pid: int) -> type[_Lease]:
+def _lease_over(num_bytes: int, owner_pid: int) -> type[_SlotArray]:
     """Return the lease type for slots of one size; cached, because creating types is slow."""
-    made = type("_Lease", (_Lease,), {"_length_": num_bytes, "owner_pid": owner_pid})
-    return cast(type[_Lease], made)
+    made = type("_Lease", (_SlotArray,), {"_length_": num_bytes, "owner_pid": owner_pid})
+    return cast(type[_SlotArray], made)
 
 
 def _map(descriptor: int, size_bytes: int) -> _Memory:

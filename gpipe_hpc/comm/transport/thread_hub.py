@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from gpipe_hpc.comm.collectives.group import rank_names
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
-from gpipe_hpc.comm.transport.handing import Left
-from gpipe_hpc.comm.watchdog.report import Report
+from gpipe_hpc.comm.transport.device_handoff import DeviceHandoff
+from gpipe_hpc.comm.watchdog.report import FailureReport
 from gpipe_hpc.comm.watchdog.timeouts import checked_timeout
 
 T = TypeVar("T")
@@ -48,10 +48,10 @@ class ThreadHub:
         self.size = size
         self.timeout_s = checked_timeout(timeout_s, "timeout_s")
         self.changed = threading.Condition()
-        self.report: Report | None = None
+        self.report: FailureReport | None = None
         self.secret = Secret(secrets.token_bytes(32), "this process")
-        self.queues: dict[PlacedChannel, deque[tuple[int, Message, Left]]] = {}
-        self.mail: dict[MailKey, Left] = {}
+        self.queues: dict[PlacedChannel, deque[tuple[int, Message, DeviceHandoff]]] = {}
+        self.mail: dict[MailKey, DeviceHandoff] = {}
         self._exchanges: dict[ExchangeKey, _Exchange] = {}
 
     def refuse_failed(self, what: str) -> None:
@@ -96,13 +96,13 @@ class ThreadHub:
                 del self._exchanges[key]
         return values
 
-    def put_mail(self, key: MailKey, left: Left) -> None:
+    def put_mail(self, key: MailKey, left: DeviceHandoff) -> None:
         """Store a message, whose tensors then belong to the receiver."""
         with self.changed:
             self.mail[key] = left
             self.changed.notify_all()
 
-    def take_mail(self, key: MailKey) -> Left:
+    def take_mail(self, key: MailKey) -> DeviceHandoff:
         """Block until a message is available; remove and return it."""
         with self.changed:
             self.wait_for(lambda: self.mail.get(key), f"rank {key.source}")

@@ -1,8 +1,8 @@
 """Wire format of a channel: any nest of tensors, described by a structure.
 
-A message consists of an announcement of fixed size (`Word`), a header if its structure is new to
-the channel, and the tensors. The announcement names the structure, so both ends know which tensors
-to post.
+A message consists of an announcement of fixed size (`Announcement`), a header if its
+structure is new to the channel, and the tensors. The announcement names the
+structure, so both ends know which tensors to post.
 """
 
 import pickle
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from gpipe_hpc.comm.net.pickling import dumps, loads
-from gpipe_hpc.comm.transport.aliases import View, is_buffer, mark_buffer, shared_blocks
+from gpipe_hpc.comm.transport.aliases import TensorLayout, is_buffer, mark_buffer, shared_blocks
 from gpipe_hpc.device.device import Device, HostDevice
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.pytree import LEAF, Nest, Tree, flatten, unflatten
@@ -31,7 +31,7 @@ _ATOMS = frozenset({type(None), bool, int, float, str})
 _SHORT_BYTES = 64
 
 
-class Word(NamedTuple):
+class Announcement(NamedTuple):
     """Announcement of a message: five numbers, sent as int64[5] before the tensors."""
 
     serial: int  # position in the channel since its start: catches lost or doubled messages
@@ -79,22 +79,22 @@ class TensorMeta(NamedTuple):
         return home.empty((self.num_elements,), self.dtype).as_strided_(self.shape, self.strides)
 
 
-class Again(NamedTuple):
+class RepeatedLeaf(NamedTuple):
     """A leaf that is the same tensor as an earlier leaf."""
 
     leaf: int
 
 
-class Part(NamedTuple):
+class SharedLeaf(NamedTuple):
     """A leaf that shares memory with other leaves; the memory is sent once for all of them."""
 
     block: int
-    view: View
+    view: TensorLayout
     requires_grad: bool
 
 
 @dataclass(frozen=True)
-class Structure:
+class NestStructure:
     """The description of a nest without the values of its tensors.
 
     Each entry of `leaves` is a TensorMeta, a reference to an earlier leaf (Again), a Part of a
@@ -103,7 +103,7 @@ class Structure:
     """
 
     tree: Tree
-    leaves: tuple[TensorMeta | Again | Part | bytes, ...]
+    leaves: tuple[TensorMeta | RepeatedLeaf | SharedLeaf | bytes, ...]
     blocks: tuple[TensorMeta, ...] = ()
     metas: tuple[TensorMeta, ...] = field(init=False, compare=False)
 
@@ -116,15 +116,17 @@ class Structure:
         return dumps((self.tree, self.leaves, self.blocks), "boundary")
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Structure":
+    def from_bytes(cls, data: bytes) -> "NestStructure":
         """Parse the header of a message."""
         return cls(*loads(data, "boundary"))
 
 
-EMPTY = Structure(flatten(())[1], ())
+EMPTY = NestStructure(flatten(())[1], ())
 
 
-def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, list[torch.Tensor]]:
+def disassemble(
+    nest: Nest, device: Device | None = None
+) -> tuple[NestStructure, list[torch.Tensor]]:
     """Split a nest into its structure and its detached tensors, in leaf order.
 
     Lazy conjugation and negation are resolved. `device` is the device of this rank; None if it does
@@ -138,7 +140,7 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
         return _single(*described), [elements]
     leaves, tree = flatten(nest)
     tensors: list[torch.Tensor] = []
-    metas: list[TensorMeta | Again | Part | bytes] = []
+    metas: list[TensorMeta | RepeatedLeaf | SharedLeaf | bytes] = []
     places: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -146,7 +148,7 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
             continue
         first = places.setdefault(id(leaf), place)
         if first != place:
-            metas.append(Again(first))
+            metas.append(RepeatedLeaf(first))
             continue
         elements = _elements(leaf)
         on_device = told is None or told.holds(elements)
@@ -155,28 +157,30 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
         tensors.append(elements)
     if len(tensors) > 1:
         return _with_blocks(tree, metas, tensors)
-    return Structure(tree, tuple(metas)), tensors
+    return NestStructure(tree, tuple(metas)), tensors
 
 
 def _with_blocks(
-    tree: Tree, leaves: list[TensorMeta | Again | Part | bytes], tensors: list[torch.Tensor]
-) -> tuple[Structure, list[torch.Tensor]]:
+    tree: Tree,
+    leaves: list[TensorMeta | RepeatedLeaf | SharedLeaf | bytes],
+    tensors: list[torch.Tensor],
+) -> tuple[NestStructure, list[torch.Tensor]]:
     """Return the structure and the tensors to send; memory that tensors share occurs once."""
     blocks = shared_blocks(tensors)
     if not blocks:
-        return Structure(tree, tuple(leaves)), tensors
+        return NestStructure(tree, tuple(leaves)), tensors
     own = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, TensorMeta)]
     metas: list[TensorMeta] = []
     for number, block in enumerate(blocks):
         size = (block.memory.numel(),)
         for tensor, view in block.views.items():
             place, meta = own[tensor]
-            leaves[place] = Part(number, view, meta.requires_grad)
+            leaves[place] = SharedLeaf(number, view, meta.requires_grad)
         metas.append(TensorMeta(size, torch.uint8, False, None, meta.on_device))
     in_blocks = {tensor for block in blocks for tensor in block.views}
     alone = [tensor for place, tensor in enumerate(tensors) if place not in in_blocks]
     travelling = [*alone, *(block.memory for block in blocks)]
-    return Structure(tree, tuple(leaves), tuple(metas)), travelling
+    return NestStructure(tree, tuple(leaves), tuple(metas)), travelling
 
 
 def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -222,7 +226,7 @@ def _strides_in_order(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int
     return tuple(strides)
 
 
-def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
+def assemble(structure: NestStructure, tensors: list[torch.Tensor]) -> Nest:
     """Rebuild a nest; each tensor is a leaf and requires grad if the sender's did."""
     if structure.tree.kind is None and structure.metas:  # a single tensor
         return tensors[0].detach().requires_grad_(structure.metas[0].requires_grad)
@@ -232,9 +236,9 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
             leaves.append(next(arrived).detach().requires_grad_(leaf.requires_grad))
             if leaf.is_buffer:
                 mark_buffer(leaves[-1])
-        elif isinstance(leaf, Again):
+        elif isinstance(leaf, RepeatedLeaf):
             leaves.append(leaves[leaf.leaf])
-        elif isinstance(leaf, Part):
+        elif isinstance(leaf, SharedLeaf):
             memory = tensors[leaf.block - len(structure.blocks)]
             leaves.append(leaf.view.on(memory).requires_grad_(leaf.requires_grad))
         else:
@@ -242,7 +246,7 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
     return unflatten(leaves, structure.tree)
 
 
-def handed_over(nest: Nest) -> Nest:
+def as_received(nest: Nest) -> Nest:
     """Return a nest as another rank would receive it, without copying its memory."""
     if isinstance(nest, torch.Tensor):  # the most common case, for which no structure is built
         return _elements(nest).requires_grad_(nest.requires_grad)
@@ -299,9 +303,9 @@ def _single(
     dtype: torch.dtype,
     requires_grad: bool,
     on_device: bool,
-) -> Structure:
+) -> NestStructure:
     """Return the structure of a single tensor; cached, because most messages are one tensor."""
-    return Structure(LEAF, (_meta(shape, strides, dtype, requires_grad, on_device),))
+    return NestStructure(LEAF, (_meta(shape, strides, dtype, requires_grad, on_device),))
 
 
 @lru_cache(maxsize=MAX_LAYOUTS)
@@ -317,7 +321,7 @@ def _meta(
     return TensorMeta(sizes, dtype, requires_grad, layout, on_device)
 
 
-class Catalogue:
+class StructureCache:
     """The structures known at one end of a channel, by number.
 
     Both ends number new structures in the order of the messages and delete the oldest ones in the
@@ -330,13 +334,13 @@ class Catalogue:
     ) -> None:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._numbers: dict[Structure, int] = {}
-        self._structures: dict[int, Structure] = {0: EMPTY}
+        self._numbers: dict[NestStructure, int] = {}
+        self._structures: dict[int, NestStructure] = {0: EMPTY}
         self._sizes: dict[int, int] = {}  # bytes of each structure, the oldest first
         self._size_bytes = 0
         self._next = 1
 
-    def identify(self, structure: Structure) -> tuple[int, bytes]:
+    def identify(self, structure: NestStructure) -> tuple[int, bytes]:
         """Return a structure's number, and its header if it is new to the other end, else b""."""
         if structure is EMPTY:
             return 0, b""
@@ -348,9 +352,9 @@ class Catalogue:
 
     def learn(self, header: bytes) -> int:
         """Add the structure of a received header; return its number."""
-        return self._add(Structure.from_bytes(header), len(header))
+        return self._add(NestStructure.from_bytes(header), len(header))
 
-    def _add(self, structure: Structure, header_bytes: int) -> int:
+    def _add(self, structure: NestStructure, header_bytes: int) -> int:
         """Add a new structure and delete the oldest."""
         number = self._next
         self._next += 1
@@ -367,12 +371,12 @@ class Catalogue:
             self._numbers.pop(self._structures.pop(oldest), None)
         return number
 
-    def __getitem__(self, number: int) -> Structure:
+    def __getitem__(self, number: int) -> NestStructure:
         """Return the structure with this number."""
         return self._structures[number]
 
 
-class Expectation:
+class ExpectedStructure:
     """The structure to expect at one position of a channel, tracked by sender and receiver alike.
 
     Receives are posted for the expected structure: the first one, or one that occurred twice in a
@@ -387,7 +391,7 @@ class Expectation:
         # Metadata of the expected structure, which a catalogue may delete before it is used.
         self.metas: tuple[TensorMeta, ...] = ()
 
-    def saw(self, number: int, structure: Structure) -> None:
+    def saw(self, number: int, structure: NestStructure) -> None:
         """Record the structure of a message, and update the expected one."""
         self.expected = number if self.last in (None, number) else None
         self.metas = () if self.expected is None else structure.metas

@@ -18,13 +18,13 @@ from typing import Final, Protocol, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from gpipe_hpc.comm.net.sealed_store import cloned
-from gpipe_hpc.comm.watchdog.display import Display
+from gpipe_hpc.comm.watchdog.activity import ActivityTracker
+from gpipe_hpc.comm.watchdog.discovery import WatcherDiscovery
 from gpipe_hpc.comm.watchdog.helper import Helper
-from gpipe_hpc.comm.watchdog.introduction import Introduction
-from gpipe_hpc.comm.watchdog.lines import Message
-from gpipe_hpc.comm.watchdog.pulse import Pulse
-from gpipe_hpc.comm.watchdog.report import Report
-from gpipe_hpc.comm.watchdog.settings import Watchfulness
+from gpipe_hpc.comm.watchdog.json_connection import Message
+from gpipe_hpc.comm.watchdog.published_status import StatusPublisher
+from gpipe_hpc.comm.watchdog.report import FailureReport
+from gpipe_hpc.comm.watchdog.settings import WatchdogConfig
 from gpipe_hpc.comm.watchdog.stacks import StackSignal, all_stacks
 
 log = logging.getLogger("gpipe_hpc.watch")
@@ -59,16 +59,16 @@ class Board(Protocol):
     """State of the failure of a run, as known to one rank."""
 
     @property
-    def has_news(self) -> bool:
+    def has_peer_failure(self) -> bool:
         """Return whether another rank has failed and this rank's main thread does not know yet."""
 
-    def publish(self, report: Report) -> Report:
+    def publish(self, report: FailureReport) -> FailureReport:
         """Make `report` the run's failure if there is none yet; return the run's failure."""
 
     def await_spreading(self) -> None:
         """Wait briefly, before this process exits, so that other ranks can pass the report on."""
 
-    def explain(self, symptom: str) -> Report:
+    def explain(self, symptom: str) -> FailureReport:
         """Return the run's failure; if none is reported, find out which rank blocks the others."""
 
     def stop(self) -> None:
@@ -84,13 +84,13 @@ class Board(Protocol):
 class SoloBoard:
     """The board of a world of one rank."""
 
-    has_news: Final = False
+    has_peer_failure: Final = False
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._report: Report | None = None
+        self._report: FailureReport | None = None
 
-    def publish(self, report: Report) -> Report:
+    def publish(self, report: FailureReport) -> FailureReport:
         """Store the report if it is the first one; return the first one."""
         self._report = self._report or report
         return self._report
@@ -98,9 +98,9 @@ class SoloBoard:
     def await_spreading(self) -> None:
         """Do nothing: there are no other ranks."""
 
-    def explain(self, symptom: str) -> Report:
+    def explain(self, symptom: str) -> FailureReport:
         """Return the first report, or a report of `symptom` if there is none."""
-        return self.publish(Report(f"rank {self._rank}: {symptom}"))
+        return self.publish(FailureReport(f"rank {self._rank}: {symptom}"))
 
     def stop(self) -> None:
         """Do nothing: nothing is monitored."""
@@ -134,12 +134,12 @@ class FailureBoard:
         store: Store,
         rank: int,
         size: int,
-        pulse: Pulse,
-        display: Display,
+        pulse: ActivityTracker,
+        display: StatusPublisher,
         on_report: Callable[[], None],
         *,
         key: bytes,
-        watchfulness: Watchfulness,
+        watchfulness: WatchdogConfig,
         address: str | None,
     ) -> None:
         self._store, self._address = store, address
@@ -148,7 +148,7 @@ class FailureBoard:
         self._key, self._silence_s = key, watchfulness.silence_s
         self._ends_process = watchfulness.ends_process
         self._changed = threading.Condition(threading.RLock())
-        self._report: Report | None = None
+        self._report: FailureReport | None = None
         self._failed_s = self._lost_s = float("inf")
         self._is_told = False  # whether the main thread knows of the failure
         self._is_broken = False  # whether pending waits of this process have been ended
@@ -166,11 +166,11 @@ class FailureBoard:
         self._thread.start()
 
     @property
-    def has_news(self) -> bool:
+    def has_peer_failure(self) -> bool:
         """Return whether the run has failed and this rank's main thread does not know yet."""
         return self._report is not None and not self._is_told
 
-    def publish(self, report: Report) -> Report:
+    def publish(self, report: FailureReport) -> FailureReport:
         """Make `report` the run's failure if there is none yet; return the run's failure."""
         with self._changed:
             standing = self._report
@@ -186,7 +186,7 @@ class FailureBoard:
         """Wait briefly, before this process exits, so that other ranks can pass the report on."""
         time.sleep(SPREAD_S)
 
-    def explain(self, symptom: str) -> Report:
+    def explain(self, symptom: str) -> FailureReport:
         """Return the run's failure; if none is reported, find out which rank blocks the others."""
         report = self._await_report(REPORT_GRACE_S) or self._report_in_store()
         if report is None:
@@ -194,7 +194,7 @@ class FailureBoard:
             report = self._await_report(FACTS_S)
         if report is None:
             symptom = f"rank {self._rank}: {symptom}; {self._finding()}"
-            report = self.publish(Report(with_host(symptom, self._rank)))
+            report = self.publish(FailureReport(with_host(symptom, self._rank)))
         else:
             self._record(report)
             self._note_told()
@@ -219,19 +219,19 @@ class FailureBoard:
         self._helper.forget()
         self._display.close()
 
-    def _agree(self, report: Report) -> Report:
+    def _agree(self, report: FailureReport) -> FailureReport:
         self._store.compare_set("failure", "", report.written())
-        return Report.read(self._store.get("failure").decode())
+        return FailureReport.read(self._store.get("failure").decode())
 
-    def _report_in_store(self) -> Report | None:
+    def _report_in_store(self) -> FailureReport | None:
         """Return the run's failure report in the store, or None; works without a watcher."""
         try:
             found = _with_time_limit(ANSWER_S, lambda: _read(self._store, "failure"))
         except (RuntimeError, TimeoutError):
             return None
-        return None if found is None else Report.read(found)
+        return None if found is None else FailureReport.read(found)
 
-    def _record(self, report: Report) -> Report:
+    def _record(self, report: FailureReport) -> FailureReport:
         """Record `report` as the run's failure if none is recorded; return the recorded one."""
         with self._changed:
             if self._report is None:
@@ -243,7 +243,7 @@ class FailureBoard:
         self._is_told = True
         self._say_doing()
 
-    def _await_report(self, limit_s: float) -> Report | None:
+    def _await_report(self, limit_s: float) -> FailureReport | None:
         with self._changed:
             self._changed.wait_for(lambda: self._report is not None, limit_s)
             return self._report
@@ -252,7 +252,9 @@ class FailureBoard:
         """Return a text with what other ranks have answered about the rank that blocks this one."""
         with self._changed:
             recent_s = time.monotonic() - FACTS_S - REPORT_GRACE_S
-            facts = [text for heard_s, text in self._facts.values() if heard_s > recent_s]
+            facts = [
+                text for last_message_s, text in self._facts.values() if last_message_s > recent_s
+            ]
             around = self._around
         if facts:
             return "; ".join(facts[:MAX_LISTED])
@@ -262,7 +264,7 @@ class FailureBoard:
 
     def _watch(self) -> None:
         try:
-            introduction: Introduction | None = self._introduce()
+            introduction: WatcherDiscovery | None = self._introduce()
             next_beat_s = 0.0
             while not self._is_over():
                 now_s = time.monotonic()
@@ -312,7 +314,7 @@ class FailureBoard:
             self._helper.leave()
         return False
 
-    def _introduce(self) -> Introduction:
+    def _introduce(self) -> WatcherDiscovery:
         """Start connecting this rank's watcher with the watchers of neighbouring ranks."""
         self._helper.send(
             kind="orders",
@@ -324,9 +326,11 @@ class FailureBoard:
             stack_file=f"/proc/{os.getpid()}/fd/{self._stacks.descriptor}",
             display=f"/proc/{os.getpid()}/fd/{self._display.descriptor}",
         )
-        return Introduction(self._watched[0], self._helper, self._rank, self._size, self._address)
+        return WatcherDiscovery(
+            self._watched[0], self._helper, self._rank, self._size, self._address
+        )
 
-    def _ask(self, introduction: Introduction) -> Introduction | None:
+    def _ask(self, introduction: WatcherDiscovery) -> WatcherDiscovery | None:
         try:
             introduction.advance()
         except RuntimeError:
@@ -346,7 +350,7 @@ class FailureBoard:
             ends=self._ends_process or (inside and not self._is_told),
         )
 
-    def _hear(self, message: Message, introduction: Introduction | None) -> None:
+    def _hear(self, message: Message, introduction: WatcherDiscovery | None) -> None:
         match message["kind"]:
             case "listening" if introduction is not None:
                 if message.get("error"):
@@ -355,7 +359,7 @@ class FailureBoard:
                     introduction.publish(message)
             case "failure":
                 why = (message.get(name) is True for name in ("is_mistake", "is_stop"))
-                self._record(Report(str(message["words"]), *why))
+                self._record(FailureReport(str(message["words"]), *why))
             case "lost":
                 self._lost[message["rank"]] = message
                 self._lost_s = min(self._lost_s, time.monotonic())
@@ -394,7 +398,7 @@ class FailureBoard:
         """Report lost ranks; after a failure, end this rank's waits and finally its process."""
         now_s = time.monotonic()
         if self._report is None and now_s >= self._lost_s + SETTLE_S:
-            report = Report(_describe_lost(list(self._lost.values())[:MAX_LISTED]))
+            report = FailureReport(_describe_lost(list(self._lost.values())[:MAX_LISTED]))
             log.error("%s", self._record(report).words)
         if self._stop.is_set():
             return

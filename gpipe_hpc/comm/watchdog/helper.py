@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import gpipe_hpc
-from gpipe_hpc.comm.watchdog.lines import Line, Message
+from gpipe_hpc.comm.watchdog.json_connection import JsonConnection, Message
 from gpipe_hpc.comm.watchdog.own_process import OwnProcess, how_ended, is_stopped
 from gpipe_hpc.comm.watchdog.watcher import Watcher
 
@@ -51,13 +51,13 @@ class Helper:
 
     def _open(self) -> None:
         own, theirs = socket.socketpair()
-        self._line = Line(own)
+        self._line = JsonConnection(own)
         self._answered_s = self._looked_s = time.monotonic()
         self._has_answered = False
         self._process = _start(theirs) if self._num_ends < _MOST_ENDS else None
         if self._process is None:
             # A thread does not run while another one holds the GIL, but is better than nothing.
-            watcher = Watcher(Line(theirs), OwnProcess(None))
+            watcher = Watcher(JsonConnection(theirs), OwnProcess(None))
             threading.Thread(target=watcher.run, name="watcher", daemon=True).start()
         else:
             theirs.close()

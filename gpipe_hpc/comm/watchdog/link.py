@@ -2,22 +2,22 @@
 
 from dataclasses import dataclass
 
-from gpipe_hpc.comm.watchdog.talk import Talk
+from gpipe_hpc.comm.watchdog.watcher_connection import WatcherConnection
 
 
 @dataclass
-class Link:
+class NeighbourLink:
     """A neighbouring rank and the connection to its watcher process."""
 
     rank: int
     dials: bool
     address: tuple[str, int] | None = None
-    talk: Talk | None = None  # authenticated, or still in progress if we opened it
-    heard_s: float | None = None  # time of the last message; None before the first
+    talk: WatcherConnection | None = None  # authenticated, or still in progress if we opened it
+    last_message_s: float | None = None  # time of the last message; None before the first
     ended_s: float | None = None  # time when a working connection was lost
     dialled_s: float = float("-inf")
     host: str = ""
-    heard_at: str = ""  # address of the neighbour's end of the connection
+    peer_address: str = ""  # address of the neighbour's end of the connection
     doing: str = "not known"
     helper: str = ""  # process id of its watcher
     has_left: bool = False  # has ended without failure
@@ -36,16 +36,16 @@ class Link:
     @property
     def where(self) -> str:
         """Return the neighbour's host, with its address if it is on another host."""
-        far = self.heard_at and not self.heard_at.startswith("127.")
-        return f"{self.host} ({self.heard_at})" if far else self.host
+        far = self.peer_address and not self.peer_address.startswith("127.")
+        return f"{self.host} ({self.peer_address})" if far else self.host
 
     def silent_s(self, now_s: float) -> float:
         """Return the seconds since the neighbour's last message; 0 before the first one."""
-        return 0.0 if self.heard_s is None else now_s - self.heard_s
+        return 0.0 if self.last_message_s is None else now_s - self.last_message_s
 
-    def forgive(self, pause_s: float) -> None:
+    def exclude_pause(self, pause_s: float) -> None:
         """Exclude a period in which this watcher was not running from all measured durations."""
-        if self.heard_s is not None:
-            self.heard_s += pause_s
+        if self.last_message_s is not None:
+            self.last_message_s += pause_s
         if self.ended_s is not None:
             self.ended_s += pause_s

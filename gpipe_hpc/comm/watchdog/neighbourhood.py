@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from gpipe_hpc.comm.net.secret import Secret
-from gpipe_hpc.comm.watchdog.lines import Line, Message
-from gpipe_hpc.comm.watchdog.link import Link
-from gpipe_hpc.comm.watchdog.neighbours import dials, neighbours
-from gpipe_hpc.comm.watchdog.talk import Talk
+from gpipe_hpc.comm.watchdog.json_connection import JsonConnection, Message
+from gpipe_hpc.comm.watchdog.link import NeighbourLink
+from gpipe_hpc.comm.watchdog.neighbours import neighbours, opens_connection
+from gpipe_hpc.comm.watchdog.watcher_connection import WatcherConnection
 
 _GREETING_S: Final = 5.0
 _REDIAL_S: Final = 0.5
@@ -19,17 +19,17 @@ class Neighbourhood:
     """The neighbours of one rank, and accepted connections that are not authenticated yet."""
 
     def __init__(self, host: str) -> None:
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, NeighbourLink] = {}
         self.listeners: list[socket.socket] = []
         self._host, self._rank, self._secret = host, -1, Secret(b"", "nothing yet")
-        self._strangers: list[Talk] = []
+        self._strangers: list[WatcherConnection] = []
         self._has_changed = False
 
     def begin(self, rank: int, size: int, secret: Secret) -> None:
         """Set this rank, the world size and the secret, and compute the neighbours."""
         self._rank, self._secret = rank, secret
         for other in neighbours(rank, size):
-            self.links[other] = Link(other, dials(rank, other))
+            self.links[other] = NeighbourLink(other, opens_connection(rank, other))
 
     def listen(self, host: str, port: int = 0) -> int:
         """Listen on an address of this machine and return the port. Raises OSError.
@@ -42,7 +42,7 @@ class Neighbourhood:
         self.listeners.append(listener)
         return int(listener.getsockname()[1])
 
-    def talks(self) -> list[Talk]:
+    def connections(self) -> list[WatcherConnection]:
         """Return all open connections, authenticated or not."""
         own = [link.talk for link in self.links.values() if link.talk is not None]
         return [talk for talk in (*own, *self._strangers) if talk.line.is_open]
@@ -75,9 +75,9 @@ class Neighbourhood:
                 continue
             link.talk = self._talk(connection, link.rank, now_s)
 
-    def hear(
-        self, talk: Talk, greeting: Sequence[Message], now_s: float
-    ) -> list[tuple[Link, Message]]:
+    def receive(
+        self, talk: WatcherConnection, greeting: Sequence[Message], now_s: float
+    ) -> list[tuple[NeighbourLink, Message]]:
         """Return the messages received from a neighbour, if it is authenticated.
 
         Sends `greeting` to a neighbour that has just been authenticated.
@@ -91,16 +91,16 @@ class Neighbourhood:
             return []
         assert talk.peer is not None, "an authenticated peer must have a rank"
         link = self.links[talk.peer]
-        link.heard_s = now_s
+        link.last_message_s = now_s
         return [(link, message) for message in messages]
 
-    def tell(self, message: Message, without: Link | None = None) -> None:
+    def broadcast(self, message: Message, without: NeighbourLink | None = None) -> None:
         """Send a message to all connected neighbours except `without`."""
         for link in self.links.values():
             if link is not without and link.is_up and link.talk is not None:
                 link.talk.line.send(message)
 
-    def part(self, link: Link) -> None:
+    def part(self, link: NeighbourLink) -> None:
         """Record that a neighbour has ended without failure; close its connection."""
         link.has_left = True
         if link.talk is not None:
@@ -109,13 +109,13 @@ class Neighbourhood:
 
     def drop_strangers(self) -> None:
         """Close connections that are not authenticated."""
-        for talk in self.talks():
+        for talk in self.connections():
             if not talk.is_proven:
                 talk.line.close()
 
     def drop_ended(self, now_s: float) -> None:
         """Remove connections that have ended or were not authenticated in time."""
-        for talk in self.talks():
+        for talk in self.connections():
             if not talk.is_proven and talk.began_s < now_s - _GREETING_S:
                 talk.line.close()
         self._strangers = [talk for talk in self._strangers if talk.line.is_open]
@@ -141,23 +141,27 @@ class Neighbourhood:
         """Return whether all neighbours that have not ended are connected."""
         return all(link.is_up or link.has_left for link in self.links.values())
 
-    def forgive(self, pause_s: float) -> None:
+    def exclude_pause(self, pause_s: float) -> None:
         """Exclude a period in which this process was not running from all measured durations."""
         for link in self.links.values():
-            link.forgive(pause_s)
+            link.exclude_pause(pause_s)
 
     def close(self) -> None:
         """Close all connections and listening sockets."""
-        for talk in self.talks():
+        for talk in self.connections():
             talk.line.close()
         for listener in self.listeners:
             listener.close()
 
-    def _talk(self, connection: socket.socket, expected: int | None, now_s: float) -> Talk:
+    def _talk(
+        self, connection: socket.socket, expected: int | None, now_s: float
+    ) -> WatcherConnection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Talk(Line(connection), self._rank, self._host, self._secret, expected, now_s)
+        return WatcherConnection(
+            JsonConnection(connection), self._rank, self._host, self._secret, expected, now_s
+        )
 
-    def _welcome(self, talk: Talk, greeting: Sequence[Message]) -> None:
+    def _welcome(self, talk: WatcherConnection, greeting: Sequence[Message]) -> None:
         """Register a newly authenticated connection, replacing an older one to the same rank."""
         if talk in self._strangers:
             self._strangers.remove(talk)
@@ -169,7 +173,7 @@ class Neighbourhood:
         if link.talk is not None and link.talk is not talk:
             link.talk.line.close()
         link.talk, link.ended_s, link.host = talk, None, talk.host
-        link.heard_at = talk.line.far_address
+        link.peer_address = talk.line.far_address
         for message in greeting:
             talk.line.send(message)
         self._has_changed = True

@@ -12,6 +12,6 @@ def neighbours(rank: int, size: int) -> list[int]:
     return sorted(found - {rank})
 
 
-def dials(rank: int, other: int) -> bool:
+def opens_connection(rank: int, other: int) -> bool:
     """Return whether `rank` opens the connection between itself and `other`."""
     return rank < other

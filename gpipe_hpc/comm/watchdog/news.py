@@ -3,7 +3,7 @@
 import os
 from typing import Final
 
-from gpipe_hpc.comm.watchdog.lines import Message
+from gpipe_hpc.comm.watchdog.json_connection import Message
 
 _MAX_HEARD: Final = 4000
 _LASTING: Final = frozenset({"failure", "lost"})

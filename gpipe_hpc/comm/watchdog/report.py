@@ -4,7 +4,7 @@ import json
 from typing import NamedTuple
 
 
-class Report(NamedTuple):
+class FailureReport(NamedTuple):
     """The message of the rank that failed first, and the kind of failure.
 
     Args:
@@ -18,7 +18,7 @@ class Report(NamedTuple):
     is_stop: bool = False
 
     @classmethod
-    def read(cls, text: str) -> "Report":
+    def read(cls, text: str) -> "FailureReport":
         """Parse the text of `written`."""
         words, *why = json.loads(text)
         return cls(str(words), *(each is True for each in why[:2]))

@@ -17,7 +17,7 @@ FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 _STDERR: Final = 2
 
 
-def tell_torchrun(message: str, *, is_cause: bool, whole: str = "") -> None:
+def write_torchrun_error(message: str, *, is_cause: bool, whole: str = "") -> None:
     """Write `message` as the reason why this process ends; does nothing without torchrun.
 
     `whole` is the message with its traceback. It is written instead if torchrun's output and this

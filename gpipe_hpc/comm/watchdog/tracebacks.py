@@ -37,7 +37,7 @@ def shows_all_frames() -> bool:
     return os.environ.get(TRACEBACK_VARIABLE, "").lower() == "full"
 
 
-class OwnFramesLeftOut:
+class OwnFramesStripped:
     """Context manager that removes this package's frames from exceptions that leave it."""
 
     def __enter__(self) -> None:
@@ -50,10 +50,10 @@ class OwnFramesLeftOut:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            leave_out_own_frames(error)
+            strip_own_frames(error)
 
 
-def leave_out_own_frames(error: BaseException) -> None:
+def strip_own_frames(error: BaseException) -> None:
     """Shorten the tracebacks of an error and its causes to the user's frames.
 
     The traceback of an error raised in this package starts at the user's first frame and omits
@@ -127,7 +127,7 @@ def users_traceback(error: BaseException) -> str:
     For an error of this package these are the frames of its cause. Empty if there are none;
     complete for a bug in this package.
     """
-    leave_out_own_frames(error)
+    strip_own_frames(error)
     shown = _cause(error) if isinstance(error, GpipeError) else error
     while isinstance(shown, GpipeError):
         shown = _cause(shown)

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
-from gpipe_hpc.comm.watchdog.saying import say
-from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.watchdog.output_streams import print_line
+from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error
 from gpipe_hpc.comm.watchdog.tracebacks import (
     join_cause,
-    leave_out_own_frames,
     shows_all_frames,
+    strip_own_frames,
     users_line,
 )
 from gpipe_hpc.errors import GpipeError, PeerError, words_of
@@ -38,20 +38,20 @@ _TABLE: Final = re.compile(r" \(table: [^)]*\)")
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-class Telling(Protocol):
+class FailureReporter(Protocol):
     """Interface of a world that can report this rank's failure to the others, as `ProcessWorld`."""
 
     rank: int
 
     @property
-    def speaks(self) -> bool | None:
+    def is_first_failure(self) -> bool | None:
         """Whether this rank's failure is the one that ended the run; None if it has not failed."""
 
     def fail(self, report: str) -> None:
         """Report to every rank that this one failed."""
 
 
-def watch_start(rank: int, size: int) -> None:
+def install_start_hook(rank: int, size: int) -> None:
     """Install a `sys.excepthook` that prints each error of this package once for all ranks.
 
     Until the ranks are connected, only rank 0 prints in full an error that occurs on all ranks.
@@ -62,12 +62,12 @@ def watch_start(rank: int, size: int) -> None:
         _Interrupts(sys.unraisablehook).install()
 
 
-def watch_uncaught(world: Telling) -> None:
+def install_failure_hook(world: FailureReporter) -> None:
     """Make `sys.excepthook` also report the exception that ends this process to the other ranks."""
     _hook().watch(world)
 
 
-def unwatch() -> None:
+def remove_failure_hook() -> None:
     """Restore the previous `sys.excepthook`, because new torch groups wrap the current hook."""
     if isinstance(sys.excepthook, _Uncaught):
         sys.excepthook = sys.excepthook.before
@@ -89,12 +89,12 @@ class _Uncaught:
         self._rank, self._size = 0, 1
         self._is_joining = False
         # Weak references: an unused world closes its connections.
-        self._worlds: list[weakref.ref[Telling]] = []
+        self._worlds: list[weakref.ref[FailureReporter]] = []
 
     def start(self, rank: int, size: int) -> None:
         self._rank, self._size, self._is_joining = rank, size, size > 1
 
-    def watch(self, world: Telling) -> None:
+    def watch(self, world: FailureReporter) -> None:
         self._rank, self._is_joining = world.rank, False
         self._worlds = [each for each in self._worlds if each() is not None]
         self._worlds.append(weakref.ref(world))
@@ -110,7 +110,7 @@ class _Uncaught:
         if not isinstance(error, Exception):
             self.before(kind, error, trace)
             return
-        leave_out_own_frames(error)
+        strip_own_frames(error)
         line = self._line(error)
         join_cause(error)
         if line is None or shows_all_frames():
@@ -118,7 +118,7 @@ class _Uncaught:
         if line is None:
             message = "".join(traceback.format_exception_only(error))
             whole = "".join(traceback.format_exception(error))
-            tell_torchrun(message, is_cause=True, whole=whole)
+            write_torchrun_error(message, is_cause=True, whole=whole)
         else:
             _print_and_report(line, f"rank {self._rank} stops, as another failed")
 
@@ -139,7 +139,7 @@ class _Uncaught:
     def _end_interrupted(self, error: KeyboardInterrupt) -> None:
         # The launcher may forward the same Ctrl-C again.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        leave_out_own_frames(error)
+        strip_own_frames(error)
         place = _place(error).removesuffix(": ")
         line = f"rank {self._rank} was interrupted" + (f" at {place}" if place else "")
         _print_and_report(f"gpipe_hpc: {line}", line)
@@ -151,9 +151,9 @@ class _Uncaught:
         """Report the failure in each world; return for each whether it ended the run."""
         worlds = [world for each in self._worlds if (world := each()) is not None]
         for world in worlds:
-            if world.speaks is None:
+            if world.is_first_failure is None:
                 world.fail(f"rank {world.rank}: {what}")
-        return [world.speaks for world in worlds]
+        return [world.is_first_failure for world in worlds]
 
 
 class _Interrupts:
@@ -206,8 +206,8 @@ class _Interrupts:
 
 def _print_and_report(line: str, reported: str) -> None:
     """Print `line`; give torchrun `reported`, because another rank reports the cause."""
-    say(line)
-    tell_torchrun(reported, is_cause=False, whole=line)
+    print_line(line)
+    write_torchrun_error(reported, is_cause=False, whole=line)
 
 
 def _is_own_report(error: PeerError, rank: int) -> bool:

@@ -12,22 +12,22 @@ from functools import partial
 from typing import Final
 
 from gpipe_hpc.comm.net.secret import Secret
-from gpipe_hpc.comm.watchdog.display import View
-from gpipe_hpc.comm.watchdog.doing import MAX_DOING, Doing
-from gpipe_hpc.comm.watchdog.lines import Line, Message
-from gpipe_hpc.comm.watchdog.link import Link
+from gpipe_hpc.comm.watchdog.json_connection import JsonConnection, Message
+from gpipe_hpc.comm.watchdog.link import NeighbourLink
 from gpipe_hpc.comm.watchdog.neighbourhood import Neighbourhood
 from gpipe_hpc.comm.watchdog.news import News
 from gpipe_hpc.comm.watchdog.own_process import OwnProcess
+from gpipe_hpc.comm.watchdog.published_status import StatusReader
+from gpipe_hpc.comm.watchdog.rank_status import MAX_DOING, RankStatus
 from gpipe_hpc.comm.watchdog.silence import (
     BEAT_S,
     SUSPECT_SHARE,
-    Sign,
+    ChangeKind,
+    classify_silence,
+    describe_silence,
     is_overdue,
-    judge,
-    silence_told,
 )
-from gpipe_hpc.comm.watchdog.talk import Talk
+from gpipe_hpc.comm.watchdog.watcher_connection import WatcherConnection
 
 _LONGEST_WAIT_S: Final = 0.25
 _PAUSE_S: Final = 2.0  # a longer iteration means that this process did not run
@@ -44,15 +44,15 @@ _MAX_WAITING: Final = 3
 class Watcher:
     """One rank's watcher. `line` is the connection to the rank, `own` is the rank's process."""
 
-    def __init__(self, line: Line, own: OwnProcess) -> None:
+    def __init__(self, line: JsonConnection, own: OwnProcess) -> None:
         self._line, self._own = line, own
         self._rank, self._host = -1, socket.gethostname()[:64]
         self._silence_s = float("inf")
         self._stack_signal: int | None = None
         self._stack_file = ""
         self._near = Neighbourhood(self._host)
-        self._told = Doing()
-        self._view: View | None = None
+        self._told = RankStatus()
+        self._view: StatusReader | None = None
         self._news = News()
         self._ends_s: float | None = None
         self._next_beat_s = 0.0
@@ -74,7 +74,7 @@ class Watcher:
     def _is_done(self) -> bool:
         if self._ends_s is None:
             return False
-        return self._now_s >= self._ends_s or (self._told.has_left and not self._near.talks())
+        return self._now_s >= self._ends_s or (self._told.has_left and not self._near.connections())
 
     def _turn(self) -> None:
         """Wait for events, at most for a moment, and handle them."""
@@ -105,14 +105,14 @@ class Watcher:
             yield self._own.handle, select.POLLIN, self._look_at_rank
         for listener in self._near.listeners:
             yield listener.fileno(), select.POLLIN, partial(self._accept, listener)
-        for talk in self._near.talks():
+        for talk in self._near.connections():
             yield talk.line.fileno(), _poll_mask(talk.line), partial(self._hear, talk)
 
     def _forgive(self, pause_s: float) -> None:
         """Exclude a pause of this process, such as a suspension of the host, from all durations."""
         if pause_s >= _PAUSE_S:
-            self._near.forgive(pause_s)
-            self._told.forgive(pause_s)
+            self._near.exclude_pause(pause_s)
+            self._told.exclude_pause(pause_s)
 
     # Messages of the rank.
 
@@ -121,7 +121,7 @@ class Watcher:
         for message in self._line.receive():
             self._obey(message)
         if not self._line.is_open:
-            self._told.hung_up_s = self._now_s
+            self._told.disconnected_s = self._now_s
 
     def _obey(self, message: Message) -> None:
         match message.get("kind"):
@@ -149,7 +149,7 @@ class Watcher:
         self._rank, self._silence_s = message["rank"], message["silence_s"]
         secret = Secret(bytes.fromhex(message["key"]), "the rank's world")
         self._stack_signal, self._stack_file = message["stack_signal"], message["stack_file"]
-        self._view = View(message["display"])
+        self._view = StatusReader(message["display"])
         self._told.changed_s = self._began_s = self._now_s
         self._is_second = "is_again" in message
         self._near.begin(self._rank, message["size"], secret)
@@ -177,7 +177,7 @@ class Watcher:
         """Notify the neighbours that the rank has ended, without failure or after a known one."""
         self._told.has_left = True
         # With its last action, which may be newer than the latest heartbeat.
-        self._near.tell(self._beat_message() | {"kind": "left"})
+        self._near.broadcast(self._beat_message() | {"kind": "left"})
         self._near.drop_strangers()
         if self._news.failed_s is None or not self._told.ends:
             # The neighbours close their connections when they have received it.
@@ -189,7 +189,7 @@ class Watcher:
         if self._ends_s is not None:
             return
         if self._view is not None:
-            self._told.look_at(self._view.read(), self._now_s)
+            self._told.update_from(self._view.read(), self._now_s)
         if self._own.has_ended():
             # Exit code 0 in the middle of a step is a failure: a library or layer has exited.
             if self._own.has_ended_well() and not self._told.shows_together:
@@ -198,8 +198,8 @@ class Watcher:
                 self._lose(self._rank, self._host, "died", self._own.fate(), self._told.text)
             self._ends_s = self._now_s + (0.0 if self._told.has_left else _LINGER_S)
             return
-        hung_up_s = self._told.hung_up_s
-        if hung_up_s is not None and self._now_s > hung_up_s + _LINGER_S:
+        disconnected_s = self._told.disconnected_s
+        if disconnected_s is not None and self._now_s > disconnected_s + _LINGER_S:
             # The process is alive without its connection: it has executed another program.
             self._ends_s = self._now_s
             return
@@ -259,11 +259,11 @@ class Watcher:
         """Report a rank that is alive but makes no progress."""
         told = self._told
         unchanged_s = self._now_s - told.changed_s
-        if told.stack_asked_s is not None and self._now_s > told.stack_asked_s + _STACK_S:
+        if told.stack_requested_s is not None and self._now_s > told.stack_requested_s + _STACK_S:
             self._say_stuck(self._own.stacks(self._stack_signal, self._stack_file, _MAX_STACK))
-        if told.stopped_s is not None or unchanged_s < told.limit_s * 2**told.num_said:
+        if told.stopped_s is not None or unchanged_s < told.limit_s * 2**told.num_warnings:
             return
-        told.num_said += 1
+        told.num_warnings += 1
         if told.waits:
             self._call()
         elif told.inside:
@@ -301,15 +301,15 @@ class Watcher:
         self._spread({"kind": "fact", "name": f"fact {rank}", "rank": rank, "text": text}, 3.0)
 
     def _ask_for_stack(self) -> None:
-        if self._told.stack_asked_s is None:
-            self._told.stack_asked_s = self._now_s
+        if self._told.stack_requested_s is None:
+            self._told.stack_requested_s = self._now_s
             self._line.send({"kind": "stack"})
 
     def _say_stuck(self, stack: str) -> None:
         told = self._told
-        if told.stack_asked_s is None:
+        if told.stack_requested_s is None:
             return
-        told.stack_asked_s, told.answered_s = None, self._now_s
+        told.stack_requested_s, told.answered_s = None, self._now_s
         text = (
             f"rank {self._rank} on {self._host} has made no progress for "
             f"{self._now_s - told.changed_s:.0f} s: {told.text}"
@@ -322,9 +322,9 @@ class Watcher:
     def _accept(self, listener: socket.socket) -> None:
         self._near.accept(listener, self._now_s)
 
-    def _hear(self, talk: Talk) -> None:
+    def _hear(self, talk: WatcherConnection) -> None:
         greeting = [self._beat_message(), *self._news.lasting]
-        for link, message in self._near.hear(talk, greeting, self._now_s):
+        for link, message in self._near.receive(talk, greeting, self._now_s):
             self._listen_to(link, message)
 
     def _say_links(self) -> None:
@@ -337,12 +337,12 @@ class Watcher:
         if self._now_s < self._next_beat_s or self._told.has_left or self._own.has_ended():
             return
         self._next_beat_s = self._now_s + BEAT_S
-        self._near.tell(self._beat_message())
+        self._near.broadcast(self._beat_message())
 
     def _beat_message(self) -> Message:
         return {"kind": "beat", "doing": self._told.text, "helper": os.getpid()}
 
-    def _listen_to(self, link: Link, message: Message) -> None:
+    def _listen_to(self, link: NeighbourLink, message: Message) -> None:
         match message.get("kind"):
             case "beat" | "left":
                 link.doing = str(message.get("doing"))[:MAX_DOING]
@@ -360,19 +360,19 @@ class Watcher:
         if self._news.failed_s is not None or self._told.has_left or self._ends_s is not None:
             return
         for link in self._near.links.values():
-            found = judge(link, self._rank, self._silence_s, self._now_s)
+            found = classify_silence(link, self._rank, self._silence_s, self._now_s)
             if found is None:
                 continue
             match found.sign:
-                case Sign.HELPER | Sign.SILENT:
+                case ChangeKind.HELPER | ChangeKind.SILENT:
                     self._lose(link.rank, link.where, found.sign.value, found.text, link.doing)
-                    if found.sign is Sign.SILENT:
+                    if found.sign is ChangeKind.SILENT:
                         self._lose_all_of(link)
-                case Sign.SUSPECT:
+                case ChangeKind.SUSPECT:
                     suspicion = self._suspicion(link.rank, link.doing)
                     warning = f"{link.name} {found.text}; {suspicion}"
                     self._warn(warning, f"silent {link.rank}")
-                case Sign.AGAIN:
+                case ChangeKind.AGAIN:
                     self._warn(f"{link.name} {found.text}", f"again {link.rank}")
         self._warn_of_unreached()
 
@@ -386,7 +386,7 @@ class Watcher:
         if self._has_warned or self._now_s < self._began_s + _UNREACHED_S:
             return
         self._has_warned = True
-        names = [link.name for link in self._near.links.values() if link.heard_s is None]
+        names = [link.name for link in self._near.links.values() if link.last_message_s is None]
         if names:
             text = (
                 f"rank {self._rank} on {self._host} is not in touch with {', '.join(names)} after "
@@ -401,13 +401,13 @@ class Watcher:
         news = {"kind": "lost", "name": f"lost {rank}", "rank": rank, "host": host, "what": what}
         self._spread(news | {"fate": fate, "doing": doing, "waiting": self._waiting(rank)})
 
-    def _lose_all_of(self, silent: Link) -> None:
+    def _lose_all_of(self, silent: NeighbourLink) -> None:
         """Report all silent ranks of a host together, because the whole host may be cut off."""
         for link in self._near.links.values():
             alike = link is not silent and link.host == silent.host and not link.has_left
             if alike and link.silent_s(self._now_s) > SUSPECT_SHARE * self._silence_s:
-                fate = silence_told(link, self._rank, self._now_s)
-                self._lose(link.rank, link.where, Sign.SILENT.value, fate, link.doing)
+                fate = describe_silence(link, self._rank, self._now_s)
+                self._lose(link.rank, link.where, ChangeKind.SILENT.value, fate, link.doing)
 
     def _warn(self, text: str, name: str) -> None:
         self._spread({"kind": "warning", "name": name, "text": text}, again_s=self._silence_s / 2)
@@ -428,7 +428,7 @@ class Watcher:
         return ", ".join(f"rank {link.rank}: {link.doing}" for link in links[:8])
 
     def _spread(
-        self, news: Message, again_s: float = float("inf"), source: Link | None = None
+        self, news: Message, again_s: float = float("inf"), source: NeighbourLink | None = None
     ) -> bool:
         """Send a message to the rank and its neighbours if it is new; return whether it is.
 
@@ -440,7 +440,7 @@ class Watcher:
             return False
         if news["kind"] != "call":
             self._line.send(news)
-        self._near.tell(news, without=source)
+        self._near.broadcast(news, without=source)
         return True
 
 
@@ -448,7 +448,7 @@ def _stopped_for(stopped_s: float) -> str:
     return f"has been stopped for {stopped_s:.0f} s, by a signal (SIGSTOP) or a debugger"
 
 
-def _poll_mask(line: Line) -> int:
+def _poll_mask(line: JsonConnection) -> int:
     return select.POLLIN | (select.POLLOUT if line.has_unsent else 0)
 
 
@@ -458,4 +458,4 @@ def main() -> None:
     # Signals sent to all processes of a job are meant for the ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    Watcher(Line(socket.socket(fileno=descriptor)), OwnProcess(pid)).run()
+    Watcher(JsonConnection(socket.socket(fileno=descriptor)), OwnProcess(pid)).run()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpipe_hpc.comm.collectives.group import Gathering, Group, SoloGroup
+from gpipe_hpc.comm.collectives.group import ControlGroup, Group, SoloGroup
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.device.device import Device
@@ -22,14 +22,14 @@ class RankContext:
         mesh: the mesh of replicas and stages.
         everybody: group of all ranks.
         pipeline: group of the ranks of this rank's pipeline.
-        of_place: group of the ranks with the same position in all pipelines.
+        dp_group: group of the ranks with the same position in all pipelines.
     """
 
     world: World
     mesh: Mesh
-    everybody: Gathering
-    pipeline: Gathering
-    of_place: Gathering
+    world_group: ControlGroup
+    pipeline: ControlGroup
+    dp_group: ControlGroup
 
     @classmethod
     def of(cls, world: World, mesh: Mesh) -> "RankContext":
@@ -38,12 +38,12 @@ class RankContext:
         If there is a single pipeline, its group is the group of all ranks, because each group costs
         a thread that wakes up 100 times a second (Gloo) or buffers (NCCL).
         """
-        everybody = world.gathering([range(world.size)])
+        world_group = world.control_group([range(world.size)])
         if mesh.replicas == 1:
-            return cls(world, mesh, everybody, everybody, SoloGroup(world.rank))
-        pipeline = world.gathering([mesh.pipeline_ranks(mesh.replica_of(world.rank))])
-        of_place = world.gathering([mesh.replica_ranks(k) for k in range(mesh.stages)])
-        return cls(world, mesh, everybody, pipeline, of_place)
+            return cls(world, mesh, world_group, world_group, SoloGroup(world.rank))
+        pipeline = world.control_group([mesh.pipeline_ranks(mesh.replica_of(world.rank))])
+        dp_group = world.control_group([mesh.replica_ranks(k) for k in range(mesh.stages)])
+        return cls(world, mesh, world_group, pipeline, dp_group)
 
     @property
     def replica(self) -> int:
@@ -56,7 +56,7 @@ class RankContext:
         return self.mesh.stage_rank_of(self.world.rank)
 
 
-def warm_up_groups(groups: Sequence[Gathering | Group], device: Device) -> None:
+def warm_up_groups(groups: Sequence[ControlGroup | Group], device: Device) -> None:
     """Run an all-reduce in each group if the ranks use an accelerator; a collective call.
 
     The first all-reduce creates the communicator, which takes seconds and memory and should not
@@ -71,7 +71,7 @@ def warm_up_groups(groups: Sequence[Gathering | Group], device: Device) -> None:
                 group.all_reduce(torch.zeros(1, dtype=dtype, device=device.torch))
 
 
-def check_agreement(world: Gathering, facts: dict[str, object]) -> None:
+def check_agreement(world: ControlGroup, facts: dict[str, object]) -> None:
     """Raise ConfigError, on every rank, if a fact has different values on different ranks.
 
     `facts` maps names, such as a setting's, to values. Facts that only some ranks know are compared

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.schedule.holes import num_rows
+from gpipe_hpc.schedule.partial_replicas import num_rows
 
 
 def _replicas_that_fit(world_size: int, stages: int) -> str:

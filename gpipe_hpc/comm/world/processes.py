@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpipe_hpc.comm.collectives.group import Gathering, Group, SoloGroup, rank_names
-from gpipe_hpc.comm.collectives.levels import WIDTH, Levels, own_levels
+from gpipe_hpc.comm.collectives.group import ControlGroup, Group, SoloGroup, rank_names
 from gpipe_hpc.comm.collectives.orders import in_gloo_order
-from gpipe_hpc.comm.collectives.pairs import Pairs
-from gpipe_hpc.comm.collectives.torch_face import StartBroadcast, TorchFace
+from gpipe_hpc.comm.collectives.pairs import PairConnections
+from gpipe_hpc.comm.collectives.sparse_group import MESHED, SparseGroup
+from gpipe_hpc.comm.collectives.torch_adapter import StartBroadcast, TorchGroupAdapter
 from gpipe_hpc.comm.collectives.torch_group import EXCHANGE_TAG, TorchGroup
+from gpipe_hpc.comm.collectives.tree_group import WIDTH, TreeGroup, own_tree_levels
 from gpipe_hpc.comm.collectives.two_sided import TwoSidedGroup
-from gpipe_hpc.comm.collectives.wide import MESHED, WideGroup
-from gpipe_hpc.comm.net.acquaintance import make_acquaintance
+from gpipe_hpc.comm.net.peer_auth import authenticate_peers
 from gpipe_hpc.comm.net.secret import Secret, secret_for_all
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.lanes import TorchLane
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
-from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.comm.transport.process import ChannelEnd, ProcessTransport
 from gpipe_hpc.comm.transport.routed import RoutedTransport
 from gpipe_hpc.comm.transport.shared import (
     SharedTransport,
@@ -38,21 +38,21 @@ from gpipe_hpc.comm.transport.shared import (
     open_shared_transport,
     why_not_shared,
 )
-from gpipe_hpc.comm.watchdog.display import Display
+from gpipe_hpc.comm.watchdog.activity import ActivityTracker, BetweenPhases
 from gpipe_hpc.comm.watchdog.failure import Board, FailureBoard, SoloBoard, with_host
-from gpipe_hpc.comm.watchdog.noticeboard import Noticeboard
-from gpipe_hpc.comm.watchdog.pulse import Idle, Pulse
-from gpipe_hpc.comm.watchdog.report import Report
-from gpipe_hpc.comm.watchdog.settings import Watchfulness
+from gpipe_hpc.comm.watchdog.published_status import StatusPublisher
+from gpipe_hpc.comm.watchdog.report import FailureReport
+from gpipe_hpc.comm.watchdog.settings import WatchdogConfig
+from gpipe_hpc.comm.watchdog.store_exchange import StoreExchange
 from gpipe_hpc.comm.watchdog.timeouts import DEFAULT_REACH_S, checked_timeout
-from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error
 from gpipe_hpc.comm.world.claim import claim_device
-from gpipe_hpc.comm.world.forming import Former
+from gpipe_hpc.comm.world.group_factory import ProcessGroupFactory
 from gpipe_hpc.comm.world.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.world.mpi.process_group import MpiGroup
 from gpipe_hpc.comm.world.source import own_source
-from gpipe_hpc.comm.world.world import together
-from gpipe_hpc.device.device import Device, carries
+from gpipe_hpc.comm.world.world import collective_errors
+from gpipe_hpc.device.device import Device, uses_device_memory
 from gpipe_hpc.device.host.machine import folder_identity, kernel_identity
 from gpipe_hpc.errors import LaunchError
 from gpipe_hpc.torch_compat import default_store
@@ -91,7 +91,7 @@ class ProcessWorld:
         *,
         shares_memory: bool = True,
         job_secret: Secret | None = None,
-        watchfulness: Watchfulness | None = None,
+        watchfulness: WatchdogConfig | None = None,
         width: int = WIDTH,
         meshed: int = MESHED,
         address: str | None = None,
@@ -99,7 +99,7 @@ class ProcessWorld:
     ) -> None:
         self._width, self._meshed = width, meshed
         self._address = address
-        watchfulness = watchfulness or Watchfulness()
+        watchfulness = watchfulness or WatchdogConfig()
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.device = device
@@ -108,8 +108,8 @@ class ProcessWorld:
         keys = self._keys
         self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
         timeout_s = checked_timeout(timeout_s, "timeout_s")
-        self._display = Display() if self.size > 1 else None  # one rank has no watcher
-        self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
+        self._display = StatusPublisher() if self.size > 1 else None  # one rank has no watcher
+        self._pulse = ActivityTracker(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
         uses_own = _is_carried(device)
         self._uses_mpi = isinstance(dist.group.WORLD, MpiGroup)
@@ -122,11 +122,11 @@ class ProcessWorld:
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._speaks: bool | None = None
         self._groups: _Groups = []
-        self._wide_pairs: list[Pairs] = []
+        self._wide_pairs: list[PairConnections] = []
         # Groups between hosts by pair of ranks, and of the device's backend by direction.
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._queues: dict[tuple[int, int], TorchLane] = {}
-        self._board_of_notices = Noticeboard(keys, self.rank, timeout_s, self._pulse.wait_for)
+        self._board_of_notices = StoreExchange(keys, self.rank, timeout_s, self._pulse.wait_for)
         self._former = self._make_former(
             f"gpipe_hpc_world{number}",
             self._timeout,
@@ -139,8 +139,8 @@ class ProcessWorld:
         self._num_transports = 0
         # First of all, so that from here on the others notice a rank that ends or hangs.
         self._board = self._open_board(keys, watchfulness)
-        with together(self, "joining the other ranks"):
-            self.everybody = self.gathering([range(self.size)])
+        with collective_errors(self, "joining the other ranks"):
+            self.world_group = self.control_group([range(self.size)])
         # NCCL groups must be destroyed on all ranks together, not by garbage collection.
         unasked = [] if uses_own else self._groups
         self._release = weakref.finalize(self, _release, self._board, unasked, self._wide_pairs)
@@ -153,7 +153,7 @@ class ProcessWorld:
         # Otherwise a forked child would keep the connections of a dead rank open.
         os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
         self._introduce()
-        self.activity = Idle("joining the other ranks")
+        self.activity = BetweenPhases("joining the other ranks")
 
     def claim(self, name: str) -> None:
         """Reserve the device for this rank; `name` is the device in the settings.
@@ -176,7 +176,7 @@ class ProcessWorld:
         """Return the current activity and the ranks waited for as text."""
         return str(self._pulse)
 
-    def _open_board(self, keys: Store, watchfulness: Watchfulness) -> Board:
+    def _open_board(self, keys: Store, watchfulness: WatchdogConfig) -> Board:
         if self.size == 1:
             return SoloBoard(self.rank)
         assert self._display is not None, "a world of several ranks has a display"
@@ -194,21 +194,21 @@ class ProcessWorld:
             address=self._address,
         )
 
-    def _make_former(self, *given: Any) -> Former:
-        return Former(*given)
+    def _make_former(self, *given: Any) -> ProcessGroupFactory:
+        return ProcessGroupFactory(*given)
 
     def _introduce(self) -> None:
         """Check that all ranks share the secret and run the same source code.
 
         Raises LaunchError on all ranks if they do not.
         """
-        everybody = self.everybody
+        everybody = self.world_group
         groups, below = (
             (everybody.groups, everybody.below)
-            if isinstance(everybody, Levels)
+            if isinstance(everybody, TreeGroup)
             else ((everybody,), ())
         )
-        refusal = make_acquaintance(groups, below, self.rank, self.secret, own_source())
+        refusal = authenticate_peers(groups, below, self.rank, self.secret, own_source())
         if refusal:
             self.close()
             raise LaunchError(refusal)
@@ -217,15 +217,15 @@ class ProcessWorld:
         """Form the group of `members` that contains this rank; other ranks form the others."""
         return self._group_of(self._own(members))
 
-    def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
+    def control_group(self, members: Sequence[Sequence[int]]) -> ControlGroup:
         """Form a group for small sums and objects: a hierarchy of groups if it has many ranks."""
         ranks = self._own(members)
         if len(ranks) <= self._width:
             return self._group_of(ranks)
         position = ranks.index(self.rank)
-        levels = own_levels(len(ranks), position, self._width)
+        levels = own_tree_levels(len(ranks), position, self._width)
         groups = [self._group_of([ranks[i] for i in level]) for level in levels]
-        return Levels(ranks, position, groups, self._width)
+        return TreeGroup(ranks, position, groups, self._width)
 
     def _own(self, members: Sequence[Sequence[int]]) -> Sequence[int]:
         own = next((ranks for ranks in members if self.rank in ranks), None)
@@ -246,14 +246,14 @@ class ProcessWorld:
         own = TorchGroup(formed, ranks, self._pulse, self.device, host)
         return TwoSidedGroup(own, host, self.device)
 
-    def _wide_group(self, ranks: tuple[int, ...]) -> WideGroup:
+    def _wide_group(self, ranks: tuple[int, ...]) -> SparseGroup:
         """Form a sparsely connected group."""
         # Without `self`: objects that are closed with this world must not keep it alive.
         former, position = self._former, ranks.index(self.rank)
         device = former.open_device()
-        pairs = Pairs(ranks, position, lambda pair: former.connect(pair, device))
+        pairs = PairConnections(ranks, position, lambda pair: former.connect(pair, device))
         self._wide_pairs.append(pairs)
-        return WideGroup(
+        return SparseGroup(
             ranks,
             position,
             lambda traffic, *messages: pairs.start(EXCHANGE_TAG + traffic.value, *messages),
@@ -344,7 +344,7 @@ class ProcessWorld:
         links = [self._link(channel) for channel in channels]
         return ProcessTransport(links, payload, Outbox(payload))
 
-    def _link(self, channel: PlacedChannel) -> Link:
+    def _link(self, channel: PlacedChannel) -> ChannelEnd:
         """Return this rank's end of a channel, with its lanes."""
         pair = _pair(channel)
         (peer,) = _peers([channel], self.rank)
@@ -352,7 +352,7 @@ class ProcessWorld:
         direct = self._queues.get(_ends(channel))
         if self._uses_mpi and self.device.is_accelerator:
             direct = host(_DEVICE_TAG + channel.tag)
-        return Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
+        return ChannelEnd(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
 
     def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
         """Form the group for one direction between two ranks and create its communicator.
@@ -368,26 +368,26 @@ class ProcessWorld:
         return lane
 
     @property
-    def has_news(self) -> bool:
+    def has_peer_failure(self) -> bool:
         """Return whether another rank has failed and this rank has not handled it yet."""
-        return self._board.has_news
+        return self._board.has_peer_failure
 
     def fail(self, report: str, *, is_mistake: bool = False, is_stop: bool = False) -> None:
         """Publish a failure report with this host's name; unblock ranks that wait for this one."""
-        own = Report(with_host(report, self.rank), is_mistake, is_stop)
-        tell_torchrun(own.words, is_cause=True)
+        own = FailureReport(with_host(report, self.rank), is_mistake, is_stop)
+        write_torchrun_error(own.words, is_cause=True)
         self._speaks = self._board.publish(own) == own
         if not self._speaks:
-            tell_torchrun(own.words, is_cause=False)
+            write_torchrun_error(own.words, is_cause=False)
         self._board.await_spreading()
         self.break_groups()
 
     @property
-    def speaks(self) -> bool | None:
+    def is_first_failure(self) -> bool | None:
         """Whether this rank's failure is the one that ended the run; None if it has not failed."""
         return self._speaks
 
-    def explain(self, symptom: str) -> Report:
+    def explain(self, symptom: str) -> FailureReport:
         """Return the failure report that explains a failed wait, or `symptom` if there is none."""
         return self._board.explain(symptom)
 
@@ -429,7 +429,7 @@ class ProcessWorld:
             if isinstance(group, MpiGroup):
                 group.abort()
                 continue
-            if isinstance(group, TorchFace):  # its connections belong to a sparse group
+            if isinstance(group, TorchGroupAdapter):  # its connections belong to a sparse group
                 continue
             with contextlib.suppress(RuntimeError, ValueError):
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=_BREAK_TAG)
@@ -442,7 +442,10 @@ class ProcessWorld:
 
 
 def _register_shown(
-    former: Former, groups: _Groups, ranks: tuple[int, ...], start_broadcast: StartBroadcast
+    former: ProcessGroupFactory,
+    groups: _Groups,
+    ranks: tuple[int, ...],
+    start_broadcast: StartBroadcast,
 ) -> dist.ProcessGroup:
     """Register a sparse group with torch, and record it in `groups` to be destroyed later."""
     shown = former.show(ranks, start_broadcast)
@@ -468,11 +471,11 @@ def _number_of_world(keys: Store, rank: int) -> bytes:
 
 
 def _exchange_texts_among(
-    notices: Noticeboard, rank: int, what: str, text: str, ranks: Collection[int]
+    notices: StoreExchange, rank: int, what: str, text: str, ranks: Collection[int]
 ) -> Mapping[int, str]:
     """Publish a text; return the texts of `ranks` and this rank's own once all are published."""
-    notices.tell(what, text)
-    return {rank: text, **notices.ask(what, set(ranks) - {rank})}
+    notices.publish(what, text)
+    return {rank: text, **notices.collect(what, set(ranks) - {rank})}
 
 
 def _await_end(board: weakref.ref[Board]) -> None:
@@ -493,7 +496,7 @@ def _forget_in_child(this: "weakref.ref[ProcessWorld]") -> None:
         world.forget()
 
 
-def _release(board: Board, groups: _Groups, wide: list[Pairs]) -> None:
+def _release(board: Board, groups: _Groups, wide: list[PairConnections]) -> None:
     board.stop()
     while wide:
         wide.pop().close()
@@ -520,7 +523,7 @@ def _is_carried(device: Device) -> bool:
     """Return whether the default group was created with the device's own backend."""
     world = dist.group.WORLD
     assert world is not None, "the default process group must exist"
-    return carries(world, device)
+    return uses_device_memory(world, device)
 
 
 def _ends(channel: PlacedChannel) -> tuple[int, int]:

@@ -24,17 +24,17 @@ from gpipe_hpc.comm.net.addresses import (
     is_loopback,
 )
 from gpipe_hpc.comm.net.interfaces import (
-    asked_for,
     follow_gloo,
-    keep_local,
     listen_on,
+    listen_on_loopback,
     refuse_loopback,
+    requested_interface,
 )
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.comm.watchdog.timeouts import DEFAULT_REACH_S
 from gpipe_hpc.comm.world.launcher import Launch
-from gpipe_hpc.comm.world.meetings import Meetings
-from gpipe_hpc.comm.world.roll_call import Member, OverError, RollCall
+from gpipe_hpc.comm.world.membership import Member, MembershipCheck, ObsoleteCheckError
+from gpipe_hpc.comm.world.rendezvous_attempts import RendezvousAttempts
 from gpipe_hpc.device.host.open_files import allow_files
 from gpipe_hpc.errors import LaunchError
 from gpipe_hpc.torch_compat import HashStore, PrefixStore, Store, TCPStore
@@ -61,7 +61,7 @@ _OTHER_FILES: Final = 512
 log = logging.getLogger("gpipe_hpc.comm")
 
 
-class Met(NamedTuple):
+class RendezvousResult(NamedTuple):
     """Result of a rendezvous: the shared store, and the address on which this rank must listen.
 
     `address` is None if all ranks are on this machine.
@@ -72,18 +72,18 @@ class Met(NamedTuple):
 
 
 def rendezvous(launch: Launch, timeout_s: float, secret: Secret | None = None) -> Store:
-    """Return a store shared by all ranks of the launch, as `meet` does."""
-    return meet(launch, timeout_s, secret).store
+    """Return a store shared by all ranks of the launch, as `open_rendezvous` does."""
+    return open_rendezvous(launch, timeout_s, secret).store
 
 
-def meet(
+def open_rendezvous(
     launch: Launch,
     timeout_s: float,
     secret: Secret | None = None,
     *,
     interface: str | None = None,
     reach_s: float = DEFAULT_REACH_S,
-) -> Met:
+) -> RendezvousResult:
     """Return a store shared by all ranks of the launch, once all of them have arrived.
 
     Rank 0 serves the store, unless torchrun's agent already does. Its keys are separate for every
@@ -107,41 +107,41 @@ def meet(
     local = launch.one_machine
     if launch.world_size == 1:
         if local:
-            keep_local()
-        return Met(PrefixStore(f"gen{launch.restart_count}", HashStore()), None)
+            listen_on_loopback()
+        return RendezvousResult(PrefixStore(f"gen{launch.restart_count}", HashStore()), None)
     if not launch.agent_store:
         _check_address(launch, local)
-    meeting = _Meeting.of(launch, secret, timeout_s, reach_s)
-    wanted = None if local else asked_for(interface)
+    meeting = _StoreConnection.of(launch, secret, timeout_s, reach_s)
+    wanted = None if local else requested_interface(interface)
     if wanted is not None and _leads_to(launch.master_addr, wanted):
         meeting.address = wanted.address
-    store, all_local = meeting.hold(local)
+    store, all_local = meeting.wait_for_all(local)
     if all_local:
-        keep_local()
-        return Met(store, None)
-    meeting.tell_where_seen(store)
+        listen_on_loopback()
+        return RendezvousResult(store, None)
+    meeting.publish_seen_address(store)
     chosen = wanted or meeting.interface_towards_others(store)
     if chosen is None:
         follow_gloo()
-        return Met(store, None)
+        return RendezvousResult(store, None)
     if not launch.one_machine:
         source = "comm.interface" if interface is not None else "GLOO_SOCKET_IFNAME"
         refuse_loopback(chosen, launch.rank, f"choose another by {source}, or leave it unset")
     listen_on(chosen)
-    return Met(store, chosen.address)
+    return RendezvousResult(store, chosen.address)
 
 
-def say_stopped(launch: Launch, told: str, secret: Secret | None = None) -> None:
-    """Notify ranks that wait in `meet` that a signal has ended this rank; `told` is the message.
+def announce_stop(launch: Launch, told: str, secret: Secret | None = None) -> None:
+    """Notify ranks in `open_rendezvous` that a signal has ended this rank; `told` is the message.
 
     They end within some seconds. Does nothing if no store is served yet, or under torchrun, whose
     agent ends the other ranks.
     """
     if launch.world_size == 1 or launch.agent_store:
         return
-    meeting = _Meeting.of(launch, secret, _STOPPED_S, _STOPPED_S)
+    meeting = _StoreConnection.of(launch, secret, _STOPPED_S, _STOPPED_S)
     with contextlib.suppress(LaunchError, dist.DistError):
-        meeting.say_stopped(launch.one_machine, told)
+        meeting.announce_stop(launch.one_machine, told)
 
 
 def _check_address(launch: Launch, local: bool) -> None:
@@ -174,7 +174,7 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
     return True
 
 
-class _Meeting:
+class _StoreConnection:
     """One rank's part in the rendezvous: its connection to the store and the roll call."""
 
     def __init__(
@@ -200,7 +200,7 @@ class _Meeting:
         secret: Secret | None,
         timeout_s: float,
         reach_s: float,
-    ) -> "_Meeting":
+    ) -> "_StoreConnection":
         """Create the meeting of this process; its time-out starts now."""
         key = Secret(b"", "nowhere", guards=False) if secret is None else secret
         return cls(
@@ -212,7 +212,7 @@ class _Meeting:
             reach_s,
         )
 
-    def say_stopped(self, local: bool, told: str) -> None:
+    def announce_stop(self, local: bool, told: str) -> None:
         """Publish in rank 0's store that a signal has ended this rank; `told` is the message.
 
         Raises LaunchError or DistError if no store is served.
@@ -221,11 +221,11 @@ class _Meeting:
         addr = "127.0.0.1" if local else launch.master_addr
         self._await_server(addr)
         store = _connect_to_store(addr, launch.master_port, launch, _LOOK_S, _LOOK_S)
-        self._call(PrefixStore(f"gen{launch.restart_count}", store)).say_stopped(told)
+        self._call(PrefixStore(f"gen{launch.restart_count}", store)).announce_stop(told)
         if launch.rank == 0:  # the store ends with this process
             time.sleep(_HEARD_S)
 
-    def hold(self, local: bool) -> tuple[Store, bool]:
+    def wait_for_all(self, local: bool) -> tuple[Store, bool]:
         """Connect to the store and hold the roll call of all ranks.
 
         Returns the store, and whether all ranks are on one machine.
@@ -241,12 +241,12 @@ class _Meeting:
             self._enter_once(keys)
         if serves and not is_own_address(launch.master_addr):
             self._await_somebody(keys)
-        return keys, self._call(keys).hold()
+        return keys, self._call(keys).wait_for_all()
 
     def _hold_at_agent(self, store: Store) -> tuple[Store, bool]:
         """Hold the roll call in the store of torchrun's agent, which may contain old attempts."""
         launch = self._launch
-        meetings = Meetings(
+        meetings = RendezvousAttempts(
             store,
             lambda keys, number: replace(
                 self._call(keys),
@@ -265,10 +265,10 @@ class _Meeting:
                     f"launcher started {launch.world_size} processes, or raise comm.timeout_s"
                 )
             # A previous attempt is over as soon as rank 0 opens a new one.
-            with contextlib.suppress(OverError):
-                return meetings.keys(number), meetings.roll_call(number).hold()
+            with contextlib.suppress(ObsoleteCheckError):
+                return meetings.keys(number), meetings.roll_call(number).wait_for_all()
 
-    def tell_where_seen(self, store: Store) -> None:
+    def publish_seen_address(self, store: Store) -> None:
         """Publish the address at which this rank reaches the store's host, for ranks there."""
         if self._own and not is_loopback(self._own):
             store.compare_set(_SEEN_AT, "", self._far)
@@ -302,7 +302,7 @@ class _Meeting:
         """
         launch, deadline = self._launch, time.monotonic() + self._reach_s
         others = range(1, min(launch.world_size, _NUM_LOOKED_FOR))
-        while not any(keys.check([RollCall.key(rank)]) for rank in others):
+        while not any(keys.check([MembershipCheck.key(rank)]) for rank in others):
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"launch: rank 0 on {socket.gethostname()} waited {self._reach_s:g} s, "
@@ -313,8 +313,10 @@ class _Meeting:
                 )
             time.sleep(_PAUSE_S)
 
-    def _call(self, keys: Store) -> RollCall:
-        return RollCall(self._launch, keys, self._secret, self._me, self._timeout_s, self._deadline)
+    def _call(self, keys: Store) -> MembershipCheck:
+        return MembershipCheck(
+            self._launch, keys, self._secret, self._me, self._timeout_s, self._deadline
+        )
 
     def _enter_once(self, keys: Store) -> None:
         """Raise LaunchError if a process has already entered as this rank.
@@ -331,7 +333,7 @@ class _Meeting:
 
     def _serve(self, local: bool) -> TCPStore:
         """Listen at the master address and serve the store."""
-        make_room(2 * self._launch.world_size + _OTHER_FILES)
+        raise_file_limit(2 * self._launch.world_size + _OTHER_FILES)
         try:
             address = "127.0.0.1" if local else self.address
             listening = _listening_socket(self._launch, address)
@@ -521,7 +523,7 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def make_room(num_files: int) -> None:
+def raise_file_limit(num_files: int) -> None:
     """Raise the limit of open files as far as permitted; warn if it is too low.
 
     The rank that serves the store has two connections for each rank: from the rank and its watcher.

@@ -10,25 +10,29 @@ from typing import Final
 import torch.distributed as dist
 
 from gpipe_hpc.comm.net.gloo import default_group_settings, listening_address
-from gpipe_hpc.comm.net.interfaces import asked_for
+from gpipe_hpc.comm.net.interfaces import requested_interface
 from gpipe_hpc.comm.net.sealed_store import SealedStore
 from gpipe_hpc.comm.net.secret import SECRET_VARIABLE, job_secret
 from gpipe_hpc.comm.transport.thread_hub import ThreadHub
-from gpipe_hpc.comm.watchdog.settings import DEFAULT_SILENCE_S, Watchfulness
+from gpipe_hpc.comm.watchdog.settings import DEFAULT_SILENCE_S, WatchdogConfig
 from gpipe_hpc.comm.watchdog.timeouts import DEFAULT_REACH_S, checked_timeout
-from gpipe_hpc.comm.watchdog.tracebacks import OwnFramesLeftOut
-from gpipe_hpc.comm.watchdog.uncaught import unwatch, watch_start, watch_uncaught
+from gpipe_hpc.comm.watchdog.tracebacks import OwnFramesStripped
+from gpipe_hpc.comm.watchdog.uncaught import (
+    install_failure_hook,
+    install_start_hook,
+    remove_failure_hook,
+)
 from gpipe_hpc.comm.world import rendezvous
 from gpipe_hpc.comm.world.launcher import Launch, detect_launch
-from gpipe_hpc.comm.world.mpi.joining import launch_by
-from gpipe_hpc.comm.world.mpi.library import Library, open_mpi
+from gpipe_hpc.comm.world.mpi.launch import launch_by
+from gpipe_hpc.comm.world.mpi.library import MpiLibrary, open_mpi
 from gpipe_hpc.comm.world.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.world.mpi.process_group import register
 from gpipe_hpc.comm.world.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.world.threads import ThreadWorld
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.device.device import Device, device_of_rank
-from gpipe_hpc.device.host.flight_recorder import leave_unrecorded
+from gpipe_hpc.device.host.flight_recorder import disable_flight_recorder
 from gpipe_hpc.device.host.machine import started_by
 from gpipe_hpc.errors import ConfigError, LaunchError
 from gpipe_hpc.setting_names import setting
@@ -67,14 +71,14 @@ def start_world(
         shares_memory: whether ranks of one host send each other CPU tensors by shared memory.
         secret_file: file with the job's secret; None for GPIPE_HPC_SECRET, else this user's own
             secret if all ranks are on one machine, else none.
-        silence_s: see `Watchfulness`; not used in a world of one rank.
-        stall_s: see `Watchfulness`.
-        ends_process: see `Watchfulness`.
+        silence_s: see `WatchdogConfig`; not used in a world of one rank.
+        stall_s: see `WatchdogConfig`.
+        ends_process: see `WatchdogConfig`.
         interface: name or subnet of the network interface for other machines; None for the route to
             MASTER_ADDR.
         reach_s: time within which the host of MASTER_ADDR must respond, if only by a refusal.
     """
-    with OwnFramesLeftOut():
+    with OwnFramesStripped():
         _watch_place()
         world = _start(
             device,
@@ -82,18 +86,18 @@ def start_world(
             timeout_s,
             shares_memory,
             secret_file,
-            Watchfulness(silence_s, stall_s, ends_process),
+            WatchdogConfig(silence_s, stall_s, ends_process),
             interface,
             checked_timeout(reach_s, "reach_s"),
         )
         if isinstance(world, ProcessWorld):
-            watch_uncaught(world)
-            with together(world, "joining the other ranks"):
+            install_failure_hook(world)
+            with collective_errors(world, "joining the other ranks"):
                 world.claim(device)
     return world
 
 
-def say_stopped(told: str, *, backend: str, secret_file: str | None) -> None:
+def announce_stop(told: str, *, backend: str, secret_file: str | None) -> None:
     """Notify ranks that wait for this one in `start_world` that a signal has ended this rank.
 
     Takes some seconds. `told` is the message; the other arguments are those of `start_world`. Under
@@ -104,7 +108,7 @@ def say_stopped(told: str, *, backend: str, secret_file: str | None) -> None:
     with suppress(LaunchError, ConfigError):
         launch = detect_launch()
         secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
-        rendezvous.say_stopped(launch, told, secret)
+        rendezvous.announce_stop(launch, told, secret)
 
 
 # Programs of each launcher that are ancestors of its ranks.
@@ -133,12 +137,12 @@ def _watch_place() -> None:
     The rank is taken from the environment; errors in the environment are reported later.
     """
     if dist.is_initialized():
-        watch_start(dist.get_rank(), dist.get_world_size())
+        install_start_hook(dist.get_rank(), dist.get_world_size())
         return
     with suppress(LaunchError):
         # Without resolving MASTER_ADDR, which may take long.
         place = detect_launch({"MASTER_ADDR": "unknown", "MASTER_PORT": "0", **os.environ})
-        watch_start(place.rank, place.world_size)
+        install_start_hook(place.rank, place.world_size)
 
 
 def _start(
@@ -147,7 +151,7 @@ def _start(
     timeout_s: float,
     shares_memory: bool,
     secret_file: str | None,
-    watchfulness: Watchfulness,
+    watchfulness: WatchdogConfig,
     interface: str | None,
     reach_s: float,
 ) -> World:
@@ -173,7 +177,7 @@ def _start(
             address=_address_of_choice(interface),
             reach_s=reach_s,
         )
-    watch_start(launch.rank, launch.world_size)  # MPI alone may know
+    install_start_hook(launch.rank, launch.world_size)  # MPI alone may know
     chosen = device_of_rank(device, launch.local_rank)
     chosen_backend = _backend(backend, chosen)
     if launch.world_size == 1:
@@ -185,16 +189,18 @@ def _start(
             "join or modify it; on a shared network set %s or comm.secret_file for all ranks",
             SECRET_VARIABLE,
         )
-    met = rendezvous.meet(launch, timeout_s, secret, interface=interface, reach_s=reach_s)
+    met = rendezvous.open_rendezvous(
+        launch, timeout_s, secret, interface=interface, reach_s=reach_s
+    )
     store, address = met.store, listening_address(met.address)
     if library is not None:
         register(library, chosen)
     if secret is not None and chosen_backend in ("gloo", MPI_NAME):
         # Not for NCCL, whose threads use the store when they must not wait for the GIL.
         store = SealedStore(store, secret.derive("store"))
-    unwatch()
+    remove_failure_hook()
     if not chosen.is_accelerator:  # NCCL uses the recorder to name the collective that hangs
-        leave_unrecorded()
+        disable_flight_recorder()
     with default_group_settings(address):
         dist.init_process_group(
             chosen_backend,
@@ -203,7 +209,7 @@ def _start(
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-    watch_start(launch.rank, launch.world_size)
+    install_start_hook(launch.rank, launch.world_size)
     # The group calls the store from C++ and does not keep the Python object alive.
     atexit.register(leave_default_group, store)
     return ProcessWorld(
@@ -219,11 +225,11 @@ def _start(
 
 def _address_of_choice(interface: str | None) -> str | None:
     """Return the address of the interface named in the settings; None if none is named."""
-    found = asked_for(interface) if interface is not None else None
+    found = requested_interface(interface) if interface is not None else None
     return None if found is None else found.address
 
 
-def _joined(backend: str, timeout_s: float) -> tuple[Launch, Library | None]:
+def _joined(backend: str, timeout_s: float) -> tuple[Launch, MpiLibrary | None]:
     """Return the launch of this process, and the MPI library if it is used with several ranks."""
     if backend != MPI:
         return detect_launch(), None

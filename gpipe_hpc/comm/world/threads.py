@@ -15,33 +15,33 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.at_once import all_gather, all_to_all
-from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
 from gpipe_hpc.comm.collectives.group import (
-    Calls,
-    Gathering,
+    CollectiveHandle,
+    CompletionCallbacks,
+    ControlGroup,
     Group,
-    Pending,
-    Piece,
-    Sent,
+    PeerTensor,
     SoloGroup,
+    TrafficCounter,
     rank_names,
 )
-from gpipe_hpc.comm.collectives.menu import (
+from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.plan_executor import Parts, PlanExecutor, TrafficKind
+from gpipe_hpc.comm.collectives.planned import (
     start_all_gather,
     start_ordered_all_reduce,
     start_ordered_reduce_scatter,
     start_reduce_scatter,
 )
-from gpipe_hpc.comm.collectives.plan import Plan
-from gpipe_hpc.comm.collectives.thread_plans import ThreadPlans
+from gpipe_hpc.comm.collectives.thread_plans import ThreadPlanExecutor
 from gpipe_hpc.comm.net.pickling import check_travels
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
-from gpipe_hpc.comm.transport.handing import Left, leave, take
+from gpipe_hpc.comm.transport.device_handoff import DeviceHandoff, accept_handoff, hand_off
 from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.comm.transport.thread_hub import ExchangeKey, MailKey, ThreadHub
-from gpipe_hpc.comm.watchdog.noting import Note, unheard
-from gpipe_hpc.comm.watchdog.report import Report
-from gpipe_hpc.comm.watchdog.tracebacks import leave_out_own_frames
+from gpipe_hpc.comm.watchdog.report import FailureReport
+from gpipe_hpc.comm.watchdog.tracebacks import strip_own_frames
+from gpipe_hpc.comm.watchdog.wait_listener import WaitListener, ignore_wait
 from gpipe_hpc.device.device import Device, HostDevice
 from gpipe_hpc.errors import LaunchError, PeerError, is_users_mistake
 
@@ -67,11 +67,11 @@ class _SideStream:
         """Make the current stream wait for the work queued on the side stream."""
         self.device.current_stream().wait_stream(self._stream)
 
-    def leave(self, tensor: torch.Tensor) -> Left:
+    def leave(self, tensor: torch.Tensor) -> DeviceHandoff:
         """Copy a tensor on the side stream; return a handle by which other ranks read the copy."""
         self.follow()
         with self.device.on(self._stream):
-            left = leave(self.device, [tensor.clone()])
+            left = hand_off(self.device, [tensor.clone()])
         self._lend(tensor)
         return left
 
@@ -85,7 +85,7 @@ class _SideStream:
 
     def _lend(self, tensor: torch.Tensor) -> None:
         if self.device.holds(tensor):
-            self.device.lend(tensor, self._stream)
+            self.device.keep_for_stream(tensor, self._stream)
 
 
 class _ThreadCollective:
@@ -94,12 +94,12 @@ class _ThreadCollective:
     def __init__(
         self,
         aside: _SideStream,
-        collect: Callable[[], list[Left]],
+        collect: Callable[[], list[DeviceHandoff]],
         tensor: torch.Tensor,
         result: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> None:
         self._aside, self._collect, self._tensor, self._result = aside, collect, tensor, result
-        self._calls = Calls()
+        self._calls = CompletionCallbacks()
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._calls.add(call)
@@ -108,7 +108,9 @@ class _ThreadCollective:
         found = self._collect()
 
         def result() -> torch.Tensor:
-            return self._result([part for x in found for part in take(self._aside.device, x)])
+            return self._result(
+                [part for x in found for part in accept_handoff(self._aside.device, x)]
+            )
 
         self._aside.fill(self._tensor, result)
         self._calls.make()
@@ -128,7 +130,7 @@ class _ThreadExchange:
         self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]], aside: _SideStream
     ) -> None:
         self._hub, self._receives, self._aside = hub, receives, aside
-        self._calls = Calls()
+        self._calls = CompletionCallbacks()
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._calls.add(call)
@@ -141,8 +143,8 @@ class _ThreadExchange:
         self._aside.join()
         self._calls.make()
 
-    def _came(self, key: MailKey, tensor: torch.Tensor, left: Left) -> torch.Tensor:
-        (came,) = take(self._aside.device, left)
+    def _came(self, key: MailKey, tensor: torch.Tensor, left: DeviceHandoff) -> torch.Tensor:
+        (came,) = accept_handoff(self._aside.device, left)
         if (came.dtype, came.numel()) != (tensor.dtype, tensor.numel()):
             raise ConnectionError(
                 f"exchange: expected {tensor.numel()} x {tensor.dtype} from rank {key.source}, "
@@ -160,19 +162,19 @@ class ThreadGroup:
         self.ranks = ranks
         self.size = self.width = len(ranks)
         self.position = ranks.index(rank)
-        self.sent = Sent()
+        self.sent = TrafficCounter()
         self.torch_group: dist.ProcessGroup | None = None
         self._hub, self._rank, self._serial = hub, rank, serial
         self._aside = _SideStream(device)
         self._name: ExchangeKey = (ranks, serial)
-        self._num_mails: dict[tuple[Traffic, int, int], int] = defaultdict(int)
+        self._num_mails: dict[tuple[TrafficKind, int, int], int] = defaultdict(int)
         self._carrier = (
-            ThreadPlans(ranks, self.position, self._exchange, device)
+            ThreadPlanExecutor(ranks, self.position, self._exchange, device)
             if device.is_accelerator
-            else Carrier(ranks, self.position, self._exchange, unheard)
+            else PlanExecutor(ranks, self.position, self._exchange, ignore_wait)
         )
 
-    def _contribute(self, left: Left) -> Callable[[], list[Left]]:
+    def _contribute(self, left: DeviceHandoff) -> Callable[[], list[DeviceHandoff]]:
         """Publish this rank's input; return a function that collects the inputs of all ranks."""
         self._serial += 1
         key = (self.ranks, self._serial)
@@ -181,11 +183,11 @@ class ThreadGroup:
 
     def _collective(
         self, tensor: torch.Tensor, result: Callable[[list[torch.Tensor]], torch.Tensor]
-    ) -> Pending:
+    ) -> CollectiveHandle:
         collect = self._contribute(self._aside.leave(tensor))
         return _ThreadCollective(self._aside, collect, tensor, result)
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Publish a copy of `tensor`; `wait` overwrites `tensor` with the sum over all ranks."""
         return self._collective(tensor, _in_rank_order)
 
@@ -193,7 +195,7 @@ class ThreadGroup:
         """Sum `tensor` in place."""
         self.start_all_reduce(tensor).wait()
 
-    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+    def all_reduce_hierarchical(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """All-reduce `tensor` in place; there is only one level."""
         self.all_reduce(tensor)
 
@@ -201,7 +203,7 @@ class ThreadGroup:
         """Replace each element by its maximum over all ranks."""
         self._collective(tensor, lambda parts: torch.stack(parts).amax(0)).wait()
 
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveHandle:
         """Publish a copy of `tensor`; `wait` overwrites `tensor` with the root's copy."""
         return self._collective(tensor, itemgetter(self.ranks.index(root)))
 
@@ -209,25 +211,27 @@ class ThreadGroup:
         """Overwrite `tensor` with that of world rank `root`."""
         self.start_broadcast(tensor, root).wait()
 
-    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
+    ) -> CollectiveHandle:
         """Publish copies of the tensors to send; `wait` fills the tensors to receive."""
-        return self._start(Traffic.CALLER, sends, receives)
+        return self._start(TrafficKind.CALLER, sends, receives)
 
-    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> CollectiveHandle:
         """Start a plan on the group's background thread."""
         return self._carrier.start(plan, tensor, what)
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> Pending:
+    ) -> CollectiveHandle:
         """Start a reduce-scatter along a ring."""
         return start_reduce_scatter(self, whole, counts)
 
-    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
         """Start summing `tensor` in place in rank order; each rank exchanges with every other."""
         return start_ordered_all_reduce(self, tensor)
 
-    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> CollectiveHandle:
         """Start a reduce-scatter that adds each element in rank order."""
         return start_ordered_reduce_scatter(self, whole)
 
@@ -239,14 +243,16 @@ class ThreadGroup:
         """Fill `whole` with the shards of all ranks by direct exchange with every other rank."""
         all_gather(self, whole, counts)
 
-    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_all_gather(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> CollectiveHandle:
         """Start an all-gather along a ring."""
         return start_all_gather(self, whole, counts)
 
     def _start(
-        self, traffic: Traffic, sends: Sequence[Piece], receives: Sequence[Piece]
-    ) -> Pending:
-        if traffic is not Traffic.GREETING:
+        self, traffic: TrafficKind, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
+    ) -> CollectiveHandle:
+        if traffic is not TrafficKind.GREETING:
             self.sent.count(sends)
         # Receives must wait for pending work of the caller's stream on the same memory.
         self._aside.follow()
@@ -257,13 +263,17 @@ class ThreadGroup:
         awaited = zip(keys, (piece.tensor for piece in receives), strict=True)
         return _ThreadExchange(self._hub, list(awaited), self._aside)
 
-    def _mail(self, traffic: Traffic, source: int, destination: int) -> MailKey:
+    def _mail(self, traffic: TrafficKind, source: int, destination: int) -> MailKey:
         number = self._num_mails[traffic, source, destination]
         self._num_mails[traffic, source, destination] += 1
         return MailKey(self._name, traffic, source, destination, number)
 
-    def _exchange(self, traffic: Traffic, sends: Parts, receives: Parts, note: Note) -> None:
-        out, into = ([Piece(self.ranks[i], t) for i, t in parts] for parts in (sends, receives))
+    def _exchange(
+        self, traffic: TrafficKind, sends: Parts, receives: Parts, note: WaitListener
+    ) -> None:
+        out, into = (
+            [PeerTensor(self.ranks[i], t) for i, t in parts] for parts in (sends, receives)
+        )
         self._start(traffic, out, into).wait()
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
@@ -275,9 +285,9 @@ class ThreadGroup:
         """Return the objects of all ranks, not copies; checks that processes could send them."""
         check_travels(value, f"a collective of {rank_names(self.ranks)}")
         # The value may contain device tensors.
-        found = self._contribute(leave(self._aside.device, (), value))()
+        found = self._contribute(hand_off(self._aside.device, (), value))()
         for left in found:
-            take(self._aside.device, left)
+            accept_handoff(self._aside.device, left)
         return [left.value for left in found]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
@@ -285,7 +295,7 @@ class ThreadGroup:
         values = self.all_gather_object(value)
         return values if self._rank == root else None
 
-    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+    def scatter_object(self, values: Sequence[Any] | None, root: int) -> Any:
         """Return this rank's entry of the values of world rank `root`: the object itself."""
         dealt: Sequence[Any] = self.broadcast_object(values, root)
         return dealt[self.position]
@@ -312,7 +322,7 @@ class ThreadWorld:
         self.is_one_process = True
         self._is_told = False  # of a failure
         self._num_groups: dict[tuple[int, ...], int] = {}
-        self.everybody: Gathering = self.group([tuple(range(self.size))])
+        self.world_group: ControlGroup = self.group([tuple(range(self.size))])
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
         """Return the group of `members` that contains this rank."""
@@ -323,7 +333,7 @@ class ThreadWorld:
         count = self._num_groups[ranks] = self._num_groups.get(ranks, 0) + 1
         return ThreadGroup(self.hub, ranks, self.rank, count * 10**12, self.device)
 
-    def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
+    def control_group(self, members: Sequence[Sequence[int]]) -> ControlGroup:
         """Return the group of `members` that contains this rank; threads need no hierarchy."""
         return self.group(members)
 
@@ -339,7 +349,7 @@ class ThreadWorld:
         return str(self.activity)
 
     @property
-    def has_news(self) -> bool:
+    def has_peer_failure(self) -> bool:
         """Return whether another rank has failed and this rank has not handled it yet."""
         return self.hub.report is not None and not self._is_told
 
@@ -348,13 +358,13 @@ class ThreadWorld:
         self._is_told = True
         with self.hub.changed:
             if self.hub.report is None:
-                self.hub.report = Report(report, is_mistake, is_stop)
+                self.hub.report = FailureReport(report, is_mistake, is_stop)
             self.hub.changed.notify_all()
 
-    def explain(self, symptom: str) -> Report:
+    def explain(self, symptom: str) -> FailureReport:
         """Return the first failure report, or `symptom` if there is none."""
         self._is_told = True
-        return self.hub.report or Report(symptom)
+        return self.hub.report or FailureReport(symptom)
 
 
 class RankThread(threading.Thread):
@@ -423,7 +433,7 @@ def run_on_threads(
     if failures:
         causes = [f for f in failures if not isinstance(f, PeerError | ConnectionError)]
         first = (causes or failures)[0]
-        leave_out_own_frames(first)
+        strip_own_frames(first)
         raise first
     # If a body has caught a reported failure, unconsumed messages are expected.
     if hub.report is None and (hub.mail or any(hub.queues.values())):

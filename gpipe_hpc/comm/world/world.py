@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Final, Protocol
 
-from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.collectives.group import ControlGroup, Group
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
-from gpipe_hpc.comm.watchdog.pulse import Idle, Phase
-from gpipe_hpc.comm.watchdog.report import Report
-from gpipe_hpc.comm.watchdog.tracebacks import leave_out_own_frames, shows_all_frames, users_line
+from gpipe_hpc.comm.watchdog.activity import BetweenPhases, Phase
+from gpipe_hpc.comm.watchdog.report import FailureReport
+from gpipe_hpc.comm.watchdog.tracebacks import shows_all_frames, strip_own_frames, users_line
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import GpipeError, PeerError, is_users_mistake, text_of, words_of
 
@@ -27,7 +27,7 @@ class World(Protocol):
     rank: int
     size: int
     device: Device
-    everybody: Gathering
+    world_group: ControlGroup
     """Group of all ranks, for collectives at the start and end of a run.
 
     Only the main thread uses it, in the same order on all ranks. Steps use groups of their own,
@@ -53,7 +53,7 @@ class World(Protocol):
         form them in the same order.
         """
 
-    def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
+    def control_group(self, members: Sequence[Sequence[int]]) -> ControlGroup:
         """Form disjoint groups of possibly many ranks for small sums and objects; see `group`."""
 
     def transport(
@@ -66,7 +66,7 @@ class World(Protocol):
         """
 
     @property
-    def has_news(self) -> bool:
+    def has_peer_failure(self) -> bool:
         """Return whether another rank has failed and this rank has not handled it yet.
 
         Does not block.
@@ -78,11 +78,11 @@ class World(Protocol):
         `is_mistake` marks an error in the user's settings, `is_stop` a requested stop by a signal.
         """
 
-    def explain(self, symptom: str) -> Report:
+    def explain(self, symptom: str) -> FailureReport:
         """Return why a wait failed: the report of the first rank that failed or became silent."""
 
 
-def together(world: World, where: str) -> AbstractContextManager[None]:
+def collective_errors(world: World, where: str) -> AbstractContextManager[None]:
     """Return a context in which a failure of one rank stops all ranks with that failure's report.
 
     For work in which all ranks communicate. A lost connection becomes a PeerError with the report
@@ -91,21 +91,21 @@ def together(world: World, where: str) -> AbstractContextManager[None]:
     PeerError, too: aborted collectives may end without an error and leave undefined values, which
     must be neither used for a step nor saved.
     """
-    return _Together(world, where)
+    return _CollectiveErrors(world, where)
 
 
-def telling(world: World, where: str = "") -> AbstractContextManager[None]:
+def broadcast_errors(world: World, where: str = "") -> AbstractContextManager[None]:
     """Return a context in which a failure of this rank stops all ranks with its own error message.
 
     For work that a rank does alone while others wait for it: user code, files, figures. The other
     ranks are informed at once, before the error propagates, because cleaning up may take long and
     they would time out with a less helpful error. A lost connection becomes a PeerError, as in
-    `together`.
+    `collective_errors`.
     """
-    return _Telling(world, where)
+    return _BroadcastErrors(world, where)
 
 
-class _Telling:
+class _BroadcastErrors:
     # Not a generator: contextlib would restore the stack frames that are removed.
 
     def __init__(self, world: World, where: str) -> None:
@@ -131,15 +131,17 @@ class _Telling:
             raise heard from (error if shows_all_frames() else None)
         if not isinstance(error, PeerError) and _TOLD not in vars(error):
             vars(error)[_TOLD] = True  # not by setattr, which a user's class may forbid
-            _report_failure(world, Report(_error_text(error, ahead), is_users_mistake(error)))
-        leave_out_own_frames(error)
+            _report_failure(
+                world, FailureReport(_error_text(error, ahead), is_users_mistake(error))
+            )
+        strip_own_frames(error)
 
     def _ahead(self, error: BaseException) -> str:
         """Return the prefix of an error message: the phase and the line of the user's code."""
         return "".join(f"{each}: " for each in (self._where, users_line(error)) if each)
 
 
-class _Together(_Telling):
+class _CollectiveErrors(_BroadcastErrors):
     def __enter__(self) -> None:
         self._outer = self._world.activity
         self._world.activity = Phase(self._where)
@@ -154,10 +156,10 @@ class _Together(_Telling):
         try:
             if error is not None:
                 self._share(error)
-            elif self._world.device.is_accelerator and self._world.has_news:
+            elif self._world.device.is_accelerator and self._world.has_peer_failure:
                 raise _peer_error(self._world, f"{where}: another rank has failed")
         finally:
-            self._world.activity = outer if isinstance(outer, Phase) else Idle(where)
+            self._world.activity = outer if isinstance(outer, Phase) else BetweenPhases(where)
 
     def _ahead(self, error: BaseException) -> str:
         return f"{self._where}: "
@@ -172,7 +174,7 @@ def _error_text(error: BaseException, ahead: str) -> str:
     return f"{ahead}{words_of(error)}"
 
 
-def _report_failure(world: World, report: Report) -> None:
+def _report_failure(world: World, report: FailureReport) -> None:
     """Report a failure to all ranks; if that fails, only log it, to keep the original error."""
     words = report.words
     named = words if words.startswith("rank ") else f"rank {world.rank}: {words}"

@@ -68,7 +68,7 @@ class PadCropFlip:
         return varied
 
 
-class Box(NamedTuple):
+class CropBox(NamedTuple):
     """A rectangle of an image, in pixels."""
 
     left: float
@@ -85,7 +85,7 @@ class Crop(Protocol):
         """Return the number of random draws per image."""
         ...
 
-    def box(self, width: int, height: int, draws: Draws) -> Box:
+    def box(self, width: int, height: int, draws: Draws) -> CropBox:
         """Return the part of an image of `width` x `height` pixels to crop."""
         ...
 
@@ -108,7 +108,7 @@ class RandomResizedCrop:
     min_area: float
     num_draws: int = 41
 
-    def box(self, width: int, height: int, draws: Draws) -> Box:
+    def box(self, width: int, height: int, draws: Draws) -> CropBox:
         """Return the part of an image of `width` x `height` pixels to crop."""
         for share, shape, down, right in draws[:40].reshape(10, 4):
             area = width * height * (self.min_area + share * (1 - self.min_area))
@@ -117,7 +117,7 @@ class RandomResizedCrop:
             if 0 < wide <= width and 0 < high <= height:
                 left = math.floor(right * (width - wide + 1))
                 top = math.floor(down * (height - high + 1))
-                return Box(left, top, left + wide, top + high)
+                return CropBox(left, top, left + wide, top + high)
         return _middle(width, height, min(width, height * 4 / 3), min(height, width * 4 / 3))
 
     def flips(self, draws: Draws) -> bool:
@@ -134,7 +134,7 @@ class CentreCrop:
     resize: int
     num_draws: int = 0
 
-    def box(self, width: int, height: int, draws: Draws) -> Box:
+    def box(self, width: int, height: int, draws: Draws) -> CropBox:
         """Return the part of an image of `width` x `height` pixels to crop."""
         scale = min(width, height) / self.resize
         return _middle(width, height, self.width * scale, self.height * scale)
@@ -144,13 +144,13 @@ class CentreCrop:
         return False
 
 
-def cut(image: Image.Image, box: Box, height: int, width: int, flip: bool) -> Image.Image:
+def cut(image: Image.Image, box: CropBox, height: int, width: int, flip: bool) -> Image.Image:
     """Crop an image and resize the crop to `height` x `width` (bilinear, with antialiasing)."""
     part = image.resize((width, height), Image.Resampling.BILINEAR, box=box)
     return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else part
 
 
-def _middle(width: int, height: int, wide: float, high: float) -> Box:
+def _middle(width: int, height: int, wide: float, high: float) -> CropBox:
     left, top = (width - wide) / 2, (height - high) / 2
     # Clamp rounding errors: Pillow rejects a box that exceeds the image.
-    return Box(max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height))
+    return CropBox(max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height))

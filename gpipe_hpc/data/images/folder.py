@@ -19,8 +19,8 @@ from gpipe_hpc.data.images.coded import (
     split,
 )
 from gpipe_hpc.data.images.source import Classes, ImageSource
-from gpipe_hpc.data.indexing.parts import Arrays, Part
-from gpipe_hpc.data.indices import Keeping, indexed
+from gpipe_hpc.data.indexing.parts import Arrays, IndexPart
+from gpipe_hpc.data.indices import IndexFolders, indexed
 from gpipe_hpc.data.names import Names
 from gpipe_hpc.data.paths import folder, unreadable
 from gpipe_hpc.errors import UnfitDataError
@@ -119,7 +119,7 @@ def open_image_folder(
             f"data: {training} has {len(classes)} folders of classes, more than data.num_classes="
             f"{config.num_classes}; raise data.num_classes"
         )
-    keeping = Keeping(config.index_dir, spare)
+    keeping = IndexFolders(config.index_dir, spare)
     train: CodedStore = _store(training, classes, keeping)
     if config.validation is None:
         train, validation = split(train, config.validation_percent)
@@ -142,7 +142,7 @@ def _classes(root: Path) -> list[str]:
         return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
-def _store(root: Path, classes: Sequence[str], keeping: Keeping) -> FolderStore:
+def _store(root: Path, classes: Sequence[str], keeping: IndexFolders) -> FolderStore:
     try:
         part = indexed(
             "folder",
@@ -166,7 +166,7 @@ class _Listing(NamedTuple):
     folders: list[tuple[str, int]]
 
 
-def _list(root: Path, classes: Sequence[str]) -> Part:
+def _list(root: Path, classes: Sequence[str]) -> IndexPart:
     """List all images; return names and labels, and `folders` with their modification times."""
     # In parallel: each folder takes a round trip to a file server.
     with ThreadPoolExecutor(_NUM_LISTED) as pool:
@@ -178,7 +178,7 @@ def _list(root: Path, classes: Sequence[str]) -> Part:
         "ends": names.ends,
         "label": np.repeat(np.arange(len(classes), dtype=np.int32), counts),
     }
-    return Part(arrays, {"folders": [each for found in listings for each in found.folders]})
+    return IndexPart(arrays, {"folders": [each for found in listings for each in found.folders]})
 
 
 def _images(root: Path, name: str) -> _Listing:
@@ -201,7 +201,7 @@ def _refuse(error: OSError) -> None:
         raise error
 
 
-def _is_sound(part: Part, num_classes: int) -> bool:
+def _is_sound(part: IndexPart, num_classes: int) -> bool:
     """Return whether a stored index contains only files within the folder, and valid classes.
 
     Another user who can write the index must not be able to redirect a run to other files.
@@ -217,7 +217,7 @@ def _is_sound(part: Part, num_classes: int) -> bool:
     return b"../" not in text.tobytes() and not (text[starts] == ord("/")).any()
 
 
-def _is_unchanged(part: Part, root: Path) -> bool:
+def _is_unchanged(part: IndexPart, root: Path) -> bool:
     """Return whether no folder has been modified since it was indexed."""
     with ThreadPoolExecutor(_NUM_LISTED) as pool:
         is_same = pool.map(lambda each: _time_of(root / each[0]) == each[1], part.facts["folders"])

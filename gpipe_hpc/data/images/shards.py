@@ -16,9 +16,9 @@ import numpy.typing as npt
 from gpipe_hpc.data.corruption import CorruptTally, tolerance
 from gpipe_hpc.data.images.coded import CodedImagesConfig, coded_source, corrupt, split
 from gpipe_hpc.data.images.source import Classes, ImageSource, checked_classes
-from gpipe_hpc.data.indexing.crew import Task, in_order
-from gpipe_hpc.data.indexing.parts import Part
-from gpipe_hpc.data.indices import Keeping, indexed
+from gpipe_hpc.data.indexing.parts import IndexPart
+from gpipe_hpc.data.indexing.worker_pool import IndexingTask, in_order
+from gpipe_hpc.data.indices import IndexFolders, indexed
 from gpipe_hpc.data.names import Names
 from gpipe_hpc.data.paths import expand, refuse_shrunk, unreadable
 from gpipe_hpc.errors import DataError
@@ -128,7 +128,7 @@ def open_image_shards(
             corrupt than data.corrupt and data.max_corrupt allow.
     """
     tally = CorruptTally(tolerance(config))
-    keeping = Keeping(config.index_dir, spare)
+    keeping = IndexFolders(config.index_dir, spare)
     store, wrong = _store(config.paths, config, keeping, tally)
     if config.validation_paths:
         held, more = _store(config.validation_paths, config, keeping, tally)
@@ -138,7 +138,7 @@ def open_image_shards(
 
 
 def _store(
-    patterns: Sequence[str], config: ImageShardsConfig, keeping: Keeping, tally: CorruptTally
+    patterns: Sequence[str], config: ImageShardsConfig, keeping: IndexFolders, tally: CorruptTally
 ) -> tuple[ShardStore, dict[str, str]]:
     """Index shards; return the images, and error messages of unusable samples by location."""
     paths = expand(patterns, (".tar",))
@@ -174,10 +174,10 @@ _COLUMNS: Final = ("offset", "num_bytes", "label", "text")
 
 def _scan(
     paths: Sequence[Path], sizes: npt.NDArray[np.int64], label_key: str, tally: CorruptTally
-) -> Part:
+) -> IndexPart:
     """Scan shards in parallel; return image columns and `wrong`, (shard, sample, error) triples."""
     tasks = [
-        Task({"scan": "tar", "path": str(path), "label_key": label_key}, path, int(size))
+        IndexingTask({"scan": "tar", "path": str(path), "label_key": label_key}, path, int(size))
         for path, size in zip(paths, sizes, strict=True)
     ]
     columns: dict[str, list[npt.NDArray[Any]]] = {
@@ -191,17 +191,17 @@ def _scan(
     for shard, part in enumerate(in_order(tasks)):
         new = [(shard, name, what) for name, what in part.facts["wrong"]]
         wrong += new
-        tally.add(_complaints(Part({}, {"wrong": new}), paths), says=False)
+        tally.add(_complaints(IndexPart({}, {"wrong": new}), paths), says=False)
         columns["shard"].append(np.full(len(part.arrays["ends"]), shard, np.int32))
         columns["ends"].append(part.arrays["ends"] + length)
         length += len(part.arrays["text"])
         for name in _COLUMNS:
             columns[name].append(part.arrays[name])
     arrays = {name: np.concatenate(found) for name, found in columns.items()}
-    return Part(arrays, {"wrong": wrong})
+    return IndexPart(arrays, {"wrong": wrong})
 
 
-def _is_sound(part: Part, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -> bool:
+def _is_sound(part: IndexPart, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -> bool:
     """Return whether all positions and names of a stored index lie within the shards."""
     columns = [part.arrays[name] for name in ("shard", "offset", "num_bytes", "ends", "label")]
     shard, offset, num_bytes, ends, _ = columns
@@ -218,7 +218,7 @@ def _is_sound(part: Part, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -
     return bool(spans.all() and names)
 
 
-def _complaints(part: Part, paths: Sequence[Path]) -> dict[str, str]:
+def _complaints(part: IndexPart, paths: Sequence[Path]) -> dict[str, str]:
     found = {}
     for shard, name, what in part.facts["wrong"]:
         where = f"{paths[shard]}: {name}" if name else str(paths[shard])

@@ -45,7 +45,7 @@ class StoredImagesConfig(PixelDataConfig):
             )
 
 
-class Store(Protocol):
+class PixelStore(Protocol):
     """Storage of pixels and classes, opened at the first read."""
 
     @property
@@ -70,7 +70,7 @@ class Store(Protocol):
 class StoredImages:
     """Dataset of images, normalized and optionally augmented by `shift`, with their classes."""
 
-    store: Store
+    store: PixelStore
     normalisation: Normalisation
     shift: Shift | None
     seed: int
@@ -107,7 +107,7 @@ class StoredImages:
 
 
 def stored_source(
-    config: StoredImagesConfig, train: Store, validation: Store, seed: int
+    config: StoredImagesConfig, train: PixelStore, validation: PixelStore, seed: int
 ) -> ImageSource:
     """Create training and validation data sets; raise DataError if there are no training images."""
     if not train.num_images:

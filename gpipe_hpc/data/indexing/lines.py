@@ -7,7 +7,7 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from gpipe_hpc.data.indexing.parts import Part, percentile
+from gpipe_hpc.data.indexing.parts import IndexPart, percentile
 
 MOST_LINE_BYTES: Final = 2**28
 """Maximum length of a line; a file of zeros without a newline would otherwise fill the memory."""
@@ -27,7 +27,7 @@ def text_of(line: bytes, key: str) -> bytes:
     return encoded
 
 
-def scan_lines(path: str, start: int, stop: int, key: str) -> Part:
+def scan_lines(path: str, start: int, stop: int, key: str) -> IndexPart:
     """Index the documents on lines that begin at bytes `start` to `stop` of a file.
 
     Arrays: offset and size of each line, size of its text, hash percentile. Facts: the number of
@@ -51,7 +51,7 @@ def scan_lines(path: str, start: int, stop: int, key: str) -> Part:
     table = np.array(rows, np.int64).reshape(-1, len(_COLUMNS))
     arrays: dict[str, Any] = dict(zip(_COLUMNS, table.T, strict=True))
     arrays["percentile"] = arrays["percentile"].astype(np.uint8)
-    return Part(arrays, {"lines": len(lines), "wrong": wrong})
+    return IndexPart(arrays, {"lines": len(lines), "wrong": wrong})
 
 
 def _read(path: Path, start: int, stop: int) -> tuple[int, list[bytes | None]]:

@@ -13,14 +13,14 @@ KINDS: Final = ("|u1", "<i4", "<i8")
 """Dtypes that arrays of an index may have."""
 
 
-class Part(NamedTuple):
+class IndexPart(NamedTuple):
     """Index of a part of the data: arrays, and facts that JSON can represent."""
 
     arrays: Arrays
     facts: dict[str, Any]
 
 
-def write_part(stream: IO[bytes], part: Part) -> None:
+def write_part(stream: IO[bytes], part: IndexPart) -> None:
     """Write a part as a line of JSON followed by the bytes of its arrays."""
     listing = [[name, each.dtype.str, each.shape] for name, each in part.arrays.items()]
     stream.write(json.dumps([listing, part.facts]).encode() + b"\n")
@@ -29,7 +29,7 @@ def write_part(stream: IO[bytes], part: Part) -> None:
     stream.flush()
 
 
-def read_part(stream: IO[bytes]) -> Part:
+def read_part(stream: IO[bytes]) -> IndexPart:
     """Read a part; raise EOFError if the writing process has died."""
     line = stream.readline()
     if not line.endswith(b"\n"):
@@ -42,7 +42,7 @@ def read_part(stream: IO[bytes]) -> Part:
         if len(content) < num_bytes:
             raise EOFError("incomplete result received")
         arrays[name] = np.frombuffer(content, kind).reshape(shape)
-    return Part(arrays, facts)
+    return IndexPart(arrays, facts)
 
 
 def percentile(name: bytes) -> int:

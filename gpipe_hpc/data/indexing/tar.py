@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from gpipe_hpc.data.indexing.parts import Arrays, Part
+from gpipe_hpc.data.indexing.parts import Arrays, IndexPart
 
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png")
 _BLOCK: Final = 512
@@ -32,7 +32,7 @@ class TarDamageError(Exception):
     """A tar file is damaged."""
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A regular file in a tar file."""
 
     name: str
@@ -42,25 +42,25 @@ class Member(NamedTuple):
 
 
 @dataclass
-class _Group:
+class _TarSample:
     """Tar members of one sample: they share a name, keyed by the suffix after its first dot."""
 
     name: str
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, TarMember] = field(default_factory=dict)
 
 
 class _UnusableError(Exception):
     """A group of tar members is not a valid sample."""
 
 
-class _Entry(NamedTuple):
+class _TarEntry(NamedTuple):
     name: str
     offset: int
     num_bytes: int
     label: int
 
 
-class _File:
+class _BufferedFile:
     """An open file of known length with a small read-ahead buffer."""
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class _File:
         self.num_bytes = os.fstat(self._file.fileno()).st_size
         self._start, self._window = 0, b""
 
-    def __enter__(self) -> "_File":
+    def __enter__(self) -> "_BufferedFile":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,15 +87,15 @@ class _File:
         return self._window[begin : begin + num_bytes]
 
 
-def scan_tar(path: str, label_key: str) -> Part:
+def scan_tar(path: str, label_key: str) -> IndexPart:
     """Index the samples of a tar file: consecutive members with equal names up to the first dot.
 
     Arrays: names (as `text` and their `ends` in it), offset and size of the image, label. Facts:
     `wrong`, a list of (sample name, error) pairs; the name is "" for the rest of a damaged file.
     """
-    entries: list[_Entry] = []
+    entries: list[_TarEntry] = []
     wrong: list[tuple[str, str]] = []
-    with _File(Path(path)) as file:
+    with _BufferedFile(Path(path)) as file:
         try:
             for group in _groups(members(file)):
                 try:
@@ -113,10 +113,10 @@ def scan_tar(path: str, label_key: str) -> Part:
         "num_bytes": numbers[:, 1],
         "label": numbers[:, 2],
     }
-    return Part(arrays, {"wrong": wrong})
+    return IndexPart(arrays, {"wrong": wrong})
 
 
-def members(file: _File) -> Iterator[Member]:
+def members(file: _BufferedFile) -> Iterator[TarMember]:
     """Yield the regular files in a tar file; raise TarDamageError if the archive is damaged."""
     offset, said = 0, dict[str, str]()
     while True:
@@ -142,13 +142,13 @@ def members(file: _File) -> Iterator[Member]:
             )
         if kind in _REGULAR and not name.endswith("/"):
             is_sparse = kind == b"S" or any(key.startswith("GNU.sparse") for key in said)
-            yield Member(name, offset, size, is_sparse)
+            yield TarMember(name, offset, size, is_sparse)
         if kind == b"S":
             size += _extended(file, header, offset)
         offset, said = offset + _padded(size), {}
 
 
-def _extended(file: _File, header: bytes, offset: int) -> int:
+def _extended(file: _BufferedFile, header: bytes, offset: int) -> int:
     """Return the number of bytes of the extension headers of an old GNU sparse file."""
     extended, num_bytes = header[482:483] not in (b"\0", b"0"), 0
     while extended:
@@ -193,7 +193,7 @@ def _name(header: bytes) -> str:
     return whole.decode("utf-8", "surrogateescape")
 
 
-def _words(file: _File, kind: bytes, offset: int, size: int) -> dict[str, str]:
+def _words(file: _BufferedFile, kind: bytes, offset: int, size: int) -> dict[str, str]:
     """Return the path and size that an extended header gives for the next member."""
     if offset + size > file.num_bytes:
         raise TarDamageError(f"a header of {size} bytes at byte {offset} exceeds the file")
@@ -225,20 +225,20 @@ def _number(text: str, offset: int) -> int:
     return int(text)
 
 
-def _groups(found: Iterable[Member]) -> Iterator[_Group]:
+def _groups(found: Iterable[TarMember]) -> Iterator[_TarSample]:
     """Group consecutive members whose names are equal up to the first dot of the file name."""
-    group = _Group("")
+    group = _TarSample("")
     for member in found:
         folder, slash, last = member.name.rpartition("/")
         stem, dot, suffix = last.partition(".")
         if (name := folder + slash + stem) != group.name:
             yield group
-            group = _Group(name)
+            group = _TarSample(name)
         group.members.setdefault(dot + suffix.lower(), member)
     yield group
 
 
-def _entry(file: _File, group: _Group, label_key: str) -> list[_Entry]:
+def _entry(file: _BufferedFile, group: _TarSample, label_key: str) -> list[_TarEntry]:
     """Return the sample of a group as a list, empty if it has neither image nor class."""
     images = [member for suffix, member in group.members.items() if suffix in IMAGE_SUFFIXES]
     if not images and ".cls" not in group.members:
@@ -248,10 +248,10 @@ def _entry(file: _File, group: _Group, label_key: str) -> list[_Entry]:
     (image,) = images
     if image.is_sparse:
         raise _UnusableError("a sparse file")
-    return [_Entry(group.name, image.offset, image.num_bytes, _label(file, group, label_key))]
+    return [_TarEntry(group.name, image.offset, image.num_bytes, _label(file, group, label_key))]
 
 
-def _label(file: _File, group: _Group, label_key: str) -> int:
+def _label(file: _BufferedFile, group: _TarSample, label_key: str) -> int:
     is_bare = ".cls" in group.members
     member = group.members.get(".cls" if is_bare else ".json")
     if member is None:

@@ -5,12 +5,12 @@ import sys
 from typing import Any, BinaryIO
 
 from gpipe_hpc.data.indexing.lines import scan_lines
-from gpipe_hpc.data.indexing.parts import Part, write_part
+from gpipe_hpc.data.indexing.parts import IndexPart, write_part
 from gpipe_hpc.data.indexing.tar import scan_tar
-from gpipe_hpc.device.cores.given import go_everywhere
+from gpipe_hpc.device.cores.inherited import use_inherited_cpus
 
 
-def do(task: dict[str, Any]) -> Part:
+def do(task: dict[str, Any]) -> IndexPart:
     """Run an indexing task; raise OSError if a file cannot be read."""
     match task:
         case {"scan": "lines", **keywords}:
@@ -26,10 +26,10 @@ def serve(tasks: BinaryIO, parts: BinaryIO) -> None:
         try:
             part = do(json.loads(line))
         except OSError as error:
-            part = Part({}, {"errno": error.errno, "error": error.strerror or str(error)})
+            part = IndexPart({}, {"errno": error.errno, "error": error.strerror or str(error)})
         write_part(parts, part)
 
 
 if __name__ == "__main__":
-    go_everywhere()
+    use_inherited_cpus()
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -8,11 +8,16 @@ from typing import Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.world.world import World, together
-from gpipe_hpc.device.cores.choice import Asked, Lot, lots_text, share_out
-from gpipe_hpc.device.cores.given import given_cpus, keep_on, user_chose_threads
+from gpipe_hpc.comm.world.world import World, collective_errors
+from gpipe_hpc.device.cores.assignment import (
+    CpuAssignment,
+    CpuRequest,
+    assign_cpus,
+    assignments_text,
+)
+from gpipe_hpc.device.cores.inherited import bind_process, inherited_cpus, user_chose_threads
 from gpipe_hpc.device.cores.machine import cores_with, tightest_quota
-from gpipe_hpc.device.cores.to_come import wished_threads
+from gpipe_hpc.device.cores.planned_ranks import requested_threads
 from gpipe_hpc.device.host.machine import kernel_identity
 from gpipe_hpc.errors import ConfigError
 
@@ -22,14 +27,14 @@ BINDS: Final = ("auto", "none")
 _MOST_LINES: Final = 8
 
 
-class Bound(NamedTuple):
+class Binding(NamedTuple):
     """Result of `bind`: log lines, one per distinct assignment, and a function that undoes it."""
 
     lines: list[str]
     undo: Callable[[], None]
 
 
-def bind(world: World, how: str = "auto", num_threads: str | int | None = "auto") -> Bound:
+def bind(world: World, how: str = "auto", num_threads: str | int | None = "auto") -> Binding:
     """Bind each rank to its own CPUs; a collective call.
 
     Linux allocates a page on the NUMA node of the CPU that first writes to it, so call this before
@@ -37,7 +42,7 @@ def bind(world: World, how: str = "auto", num_threads: str | int | None = "auto"
     are threads of one process, are not bound.
 
     Args:
-        how: ``auto``, or ``none`` to leave CPUs unchanged; see `share_out`.
+        how: ``auto``, or ``none`` to leave CPUs unchanged; see `assign_cpus`.
         num_threads: intra-op threads of torch on the CPU. ``auto``: the number of cores of the rank
             with the fewest, equal on all ranks so that replicas sum in the same order, unless the
             user set OMP_NUM_THREADS. None: torch's default.
@@ -49,9 +54,9 @@ def bind(world: World, how: str = "auto", num_threads: str | int | None = "auto"
     undo.callback(_use_threads, torch.get_num_threads())
     if world.is_one_process and world.size > 1:
         _use_threads(num_threads if isinstance(num_threads, int) else None)
-        return Bound([], undo.close)
-    with together(world, "sharing out the cores"):
-        return Bound(_agree(world, how, num_threads, undo), undo.close)
+        return Binding([], undo.close)
+    with collective_errors(world, "sharing out the cores"):
+        return Binding(_agree(world, how, num_threads, undo), undo.close)
 
 
 @contextmanager
@@ -75,14 +80,14 @@ def _check(how: str, num_threads: str | int | None) -> None:
         )
 
 
-class _Machine(NamedTuple):
+class _RankRequests(NamedTuple):
     """The requests of all ranks of a machine, and the index of this rank among them."""
 
-    ranks: list[Asked]
+    ranks: list[CpuRequest]
     number: int
 
 
-class _Report(NamedTuple):
+class _BindReport(NamedTuple):
     """Combined result of several ranks: the smallest number of threads, and the assignments.
 
     `hosts` maps the text of an assignment to an example host and the number of hosts with that
@@ -96,23 +101,23 @@ class _Report(NamedTuple):
 
 def _agree(world: World, how: str, num_threads: str | int | None, undo: ExitStack) -> list[str]:
     why = _why_threads(num_threads)
-    given = given_cpus()
+    given = inherited_cpus()
     if given is None:
         own, text = torch.get_num_threads(), "not bound: binding is supported on Linux only"
         number = 0 if world.rank == 0 else 1
     else:
-        wish = wished_threads(num_threads)
-        asked = Asked(given, world.device.numa_node, tightest_quota(), wish)
+        wish = requested_threads(num_threads)
+        asked = CpuRequest(given, world.device.numa_node, tightest_quota(), wish)
         machine = _exchange_requests(world, asked)
         cores = cores_with(frozenset().union(*(rank.allowed for rank in machine.ranks)))
-        lots = share_out(cores, machine.ranks, binds=how == "auto")
+        lots = assign_cpus(cores, machine.ranks, binds=how == "auto")
         lot, place = _find_lot(lots, machine.number)
         if lot.is_bound:
             _bind(lot.cpus[place], undo)
         own, number = lot.num_threads[place], machine.number
-        text = lots_text(lots, len({core.node for core in cores}))
+        text = assignments_text(lots, len({core.node for core in cores}))
     hosts = {} if number else {text: (socket.gethostname(), 1)}
-    said = world.everybody.merge_object(_Report(own, hosts), _merge_reports)
+    said = world.world_group.merge_object(_BindReport(own, hosts), _merge_reports)
     if num_threads is not None:
         own = num_threads if isinstance(num_threads, int) else said.num_threads
         _use_threads(own)
@@ -130,31 +135,31 @@ def _why_threads(num_threads: str | int | None) -> str:
     return _BY_USER if user_chose_threads() else "one per core of the rank with the fewest cores"
 
 
-def _exchange_requests(world: World, asked: Asked) -> _Machine:
+def _exchange_requests(world: World, asked: CpuRequest) -> _RankRequests:
     """Return the requests of all ranks of this machine; rank 0 groups the ranks by machine."""
-    told = world.everybody.gather_object((kernel_identity(), asked), world.everybody.ranks[0])
+    told = world.world_group.gather_object((kernel_identity(), asked), world.world_group.ranks[0])
     dealt = None if told is None else _sorted_by_machine(told)
-    machine: _Machine = world.everybody.deal_object(dealt, world.everybody.ranks[0])
+    machine: _RankRequests = world.world_group.scatter_object(dealt, world.world_group.ranks[0])
     return machine
 
 
-def _sorted_by_machine(told: Sequence[tuple[str, Asked]]) -> list[_Machine]:
-    ranks_of: dict[str, list[Asked]] = {}
+def _sorted_by_machine(told: Sequence[tuple[str, CpuRequest]]) -> list[_RankRequests]:
+    ranks_of: dict[str, list[CpuRequest]] = {}
     found = []
     for identity, asked in told:
         ranks = ranks_of.setdefault(identity, [])
-        found.append(_Machine(ranks, len(ranks)))
+        found.append(_RankRequests(ranks, len(ranks)))
         ranks.append(asked)
     return found
 
 
-def _find_lot(lots: Sequence[Lot], number: int) -> tuple[Lot, int]:
+def _find_lot(lots: Sequence[CpuAssignment], number: int) -> tuple[CpuAssignment, int]:
     return next((lot, lot.members.index(number)) for lot in lots if number in lot.members)
 
 
 def _bind(cpus: frozenset[int], undo: ExitStack) -> None:
     try:
-        undo.callback(keep_on(cpus))
+        undo.callback(bind_process(cpus))
     except OSError as error:
         log.warning(
             "cores: the system refuses to bind this rank, which keeps its CPUs: %s; "
@@ -169,7 +174,7 @@ def _use_threads(num_threads: int | None) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _merge_reports(these: _Report, others: _Report) -> _Report:
+def _merge_reports(these: _BindReport, others: _BindReport) -> _BindReport:
     hosts, more = dict(these.hosts), these.more + others.more
     for text, (host, count) in others.hosts.items():
         if text in hosts:
@@ -178,10 +183,10 @@ def _merge_reports(these: _Report, others: _Report) -> _Report:
             hosts[text] = (host, count)
         else:
             more += count
-    return _Report(min(these.num_threads, others.num_threads), hosts, more)
+    return _BindReport(min(these.num_threads, others.num_threads), hosts, more)
 
 
-def _lines(said: _Report, threads: str) -> list[str]:
+def _lines(said: _BindReport, threads: str) -> list[str]:
     lines = [
         f"cores of {host}{f' and {count - 1} more like it' * (count > 1)}: {text}; {threads}"
         for text, (host, count) in said.hosts.items()

@@ -29,7 +29,7 @@ def keep_freed_memory() -> bool:
     return mallopt(_TRIM_THRESHOLD, _LARGEST_INT) == 1 and keeps
 
 
-def give_back_freed_memory() -> bool:
+def return_freed_memory() -> bool:
     """Return each freed block of 1 MiB or more to the system; return whether this is supported.
 
     By default glibc raises this threshold up to 32 MiB as blocks are freed. Smaller blocks share

@@ -13,7 +13,7 @@ from typing import Final
 _VARIABLES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
-def leave_unrecorded(environment: MutableMapping[str, str] = os.environ) -> None:
+def disable_flight_recorder(environment: MutableMapping[str, str] = os.environ) -> None:
     """Disable torch's flight recorder, unless the user has set its buffer size.
 
     Applies to the whole process; call it before the first process group is created.

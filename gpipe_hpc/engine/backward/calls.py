@@ -25,7 +25,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
-def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
+def reachable_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
     """Yield the nodes of an autograd graph that can be reached from some of them, each once."""
     left, seen = list(nodes), {None}
     while left:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_hpc.engine.backward.calls import nodes_behind
+from gpipe_hpc.engine.backward.calls import reachable_nodes
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Layer, named_layer_parameters
 
@@ -34,7 +34,7 @@ _ENDS: Final = (torch.Tensor, type, ModuleType, str, bytes, int, float)
 _MOST: Final = 1000  # objects that are looked at
 
 
-class Outsiders:
+class ForeignParameters:
     """The parameters that graphs of a rank's stages must not reach.
 
     `model`: all layers, as they were given. `own`: those that this rank holds, by index. The
@@ -106,7 +106,7 @@ def _of_loss(name: str, tensor: torch.Tensor) -> ModelError:
 def _leaves(edges: Iterable[GradientEdge]) -> Iterator[torch.Tensor]:
     """Yield the leaf tensors that a backward would accumulate gradients in, each once."""
     found: set[int] = set()
-    for node in nodes_behind(edge.node for edge in edges):
+    for node in reachable_nodes(edge.node for edge in edges):
         call = getattr(node, "joined_call", None)  # of a backward that is split
         leaves = [] if call is None else list(call.parameters)
         if not node.next_functions and isinstance(getattr(node, "variable", None), torch.Tensor):

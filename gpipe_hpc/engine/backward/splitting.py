@@ -36,7 +36,7 @@ from gpipe_hpc.engine.backward.calls import (
     accumulate_gradients,
     differentiate,
     edge_of,
-    nodes_behind,
+    reachable_nodes,
 )
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.torch_compat import (
@@ -103,7 +103,7 @@ def check_asked(start: Any, args: Sequence[Any], keywords: Mapping[str, Any]) ->
     inputs = args[1] if start is torch.autograd.grad else keywords.get("inputs")
     asked = {id(each) for each in _listed(inputs) if isinstance(each, nn.Parameter)}
     starts = [_node_of(each) for each in _listed(args[0])] if asked else []
-    for node in nodes_behind(starts):
+    for node in reachable_nodes(starts):
         call: DeferredCall | None = getattr(node, "joined_call", None)
         for parameter in () if call is None else call.parameters:
             if id(parameter) in asked:

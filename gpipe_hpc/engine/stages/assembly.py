@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.collectives.group import Gathering, Group
+from gpipe_hpc.comm.collectives.group import ControlGroup, Group
 from gpipe_hpc.comm.collectives.packed import broadcast_packed
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World
@@ -47,7 +47,7 @@ def build_stages(
     indices: Sequence[int],
     seed: int,
     world: World,
-    everybody: Gathering,
+    everybody: ControlGroup,
     precision: str = "float32",
     recomputed: Sequence[frozenset[int]] | None = None,
     built_on_device: bool = False,
@@ -130,7 +130,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-def _taken(layers: Sequence[Layer], held: Sequence[int], everybody: Gathering) -> set[int]:
+def _taken(layers: Sequence[Layer], held: Sequence[int], everybody: ControlGroup) -> set[int]:
     """Return which built layers of this rank an earlier rank, a thread of this process, trains."""
     built = {i: id(layers[i]) for i in held if isinstance(layers[i], nn.Module)}
     claims = everybody.all_gather_object(set(built.values()))
@@ -146,7 +146,9 @@ def _share(tie: Tie, modules: Mapping[int, nn.Module]) -> None:
         replace_parameter(modules[layer], name, first)
 
 
-def gather_parameters(stages: dict[int, Stage], pipeline: Gathering) -> tuple[ParameterInfo, ...]:
+def gather_parameters(
+    stages: dict[int, Stage], pipeline: ControlGroup
+) -> tuple[ParameterInfo, ...]:
     """Return all parameters of the model in global order, each once, the same on every rank."""
     own = [
         (stage.index, position, _info(name, stage.index, parameter))

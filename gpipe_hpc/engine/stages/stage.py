@@ -12,7 +12,7 @@ from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.data_parallel import GradientBuckets, OwnedParameter
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.batchnorm_statistics import StageStatistics
-from gpipe_hpc.engine.buffers import Home, PersistentBuffers, homes_of
+from gpipe_hpc.engine.buffers import Home, PersistentBuffers, buffer_dicts_of
 from gpipe_hpc.engine.compiling import Call
 from gpipe_hpc.engine.gradient_norms import SquaredNorms, squares_of
 from gpipe_hpc.engine.layer_runner import Layer, LayerRunner
@@ -22,11 +22,11 @@ from gpipe_hpc.engine.random_state import RandomState
 from gpipe_hpc.engine.stages.routes import StageRoutes
 from gpipe_hpc.models import (
     Conversion,
+    PipelineStep,
     PooledBatchNorm,
     SkipNames,
     SumOver,
     Tie,
-    Within,
     convert_batchnorm,
     global_name,
     named_layer_parameters,
@@ -73,7 +73,7 @@ class Stage:
         self.squares: SquaredNorms | None = None
         converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]
         self.batchnorm = Conversion.of(converted)
-        self.within = Within()
+        self.within = PipelineStep()
         for layer in self.layers.values():
             for part in layer.modules():
                 if isinstance(part, PooledBatchNorm):
@@ -181,7 +181,7 @@ class Stage:
         Other modules are taken in: they may have buffers, and draw random numbers.
         """
         if self.parameters.refuse_others():
-            homes = {index: homes_of(layer) for index, layer in self.layers.items()}
+            homes = {index: buffer_dicts_of(layer) for index, layer in self.layers.items()}
             for index, placed in self._placed.items():
                 placed.renew(_sharing(index, homes))
 
@@ -196,7 +196,7 @@ class Stage:
             shards.check_memory()
 
     def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, Layer]:
-        homes = {index: homes_of(layer) for index, layer in self.layers.items()}
+        homes = {index: buffer_dicts_of(layer) for index, layer in self.layers.items()}
         return {
             index: Layer(
                 index,

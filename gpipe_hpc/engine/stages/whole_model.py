@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.models import Layer
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -32,7 +32,7 @@ class WholeModel:
         given: object,
         layers: Sequence[Layer],
         trained: Mapping[int, nn.Module],
-        everybody: Gathering,
+        everybody: ControlGroup,
         *,
         is_one_process: bool,
     ) -> None:

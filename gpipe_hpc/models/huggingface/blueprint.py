@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.errors import ConfigError, ModelError
-from gpipe_hpc.models.huggingface.companions import (
+from gpipe_hpc.models.huggingface.companion_files import (
     GENERATION_FILE,
     Companion,
+    companion_files_of,
     config_text,
-    files_beside,
     stored_config,
     tokenizer_file,
 )
@@ -256,7 +256,7 @@ class Blueprint:
         if self.model.can_generate():
             files[GENERATION_FILE] = self.model.generation_config.to_json_string()
         if isinstance(self.source, Path):
-            files |= files_beside(self.source)
+            files |= companion_files_of(self.source)
         return files
 
 

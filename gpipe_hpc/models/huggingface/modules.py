@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.huggingface.blueprint import Blueprint, dynamic_rotary_embeddings, too_long
 from gpipe_hpc.models.huggingface.calls import Call
-from gpipe_hpc.models.huggingface.companions import Companion
-from gpipe_hpc.models.huggingface.stand_ins import Given, Listener
-from gpipe_hpc.models.huggingface.valueless import is_valueless, run_as_with_values
+from gpipe_hpc.models.huggingface.companion_files import Companion
+from gpipe_hpc.models.huggingface.meta_tensors import is_valueless, run_without_values
+from gpipe_hpc.models.huggingface.stand_ins import CallRecorder, ComputedOutput
 
 _TENSOR_INPUTS: Final = frozenset(
     {"input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values"}
@@ -117,7 +117,7 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         model = blueprint.model
         blocks = model.get_submodule(parts.blocks)
         listeners = nn.ModuleList(
-            Listener(block, self._calls, parts.num_returned) for block in blocks.children()
+            CallRecorder(block, self._calls, parts.num_returned) for block in blocks.children()
         )
         instead: dict[int, nn.Module] = {id(blocks): listeners}
         instead |= {id(model.get_submodule(path)): nn.Identity() for path in parts.closing}
@@ -132,7 +132,7 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         parts, calls = self.blueprint.structure, self._calls
         arguments = parts.inputs | self._named(inputs)
         try:
-            with run_as_with_values(arguments[parts.main_input]):
+            with run_without_values(arguments[parts.main_input]):
                 self.get_submodule(parts.core)(**arguments)
             if self._stretched and not is_valueless(arguments[parts.main_input]):
                 self._refuse_stretching()
@@ -205,7 +205,7 @@ class HuggingFaceBlock(HuggingFaceLayer):
         values = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
         leaves = [values[slot] for slot in slots[kinds[self.index]]]
         block = self.get_submodule(self._path)
-        with run_as_with_values(hidden) if is_valueless(hidden) else nullcontext():
+        with run_without_values(hidden) if is_valueless(hidden) else nullcontext():
             output = parts.forms[self.index].call(block, hidden, leaves)
         hidden = output[0] if parts.num_returned else output
         if self.index == parts.num_blocks - 1:
@@ -246,7 +246,7 @@ class HuggingFaceHead(HuggingFaceLayer):
         super().__init__(blueprint)
         model = blueprint.model
         core = model.get_submodule(blueprint.structure.core)
-        given = Given(core, blueprint.structure.returned)
+        given = ComputedOutput(core, blueprint.structure.returned)
         whole = blueprint.copied(model, {id(core): given})
         # Share the model's parameters under their own names, without a submodule prefix.
         self._parameters, self._buffers = whole._parameters, whole._buffers

@@ -20,7 +20,7 @@ class StandIn(nn.Module):
         return getattr(self.__dict__["_module"][0], name)
 
 
-class Listener(StandIn):
+class CallRecorder(StandIn):
     """Stand-in for a block that records its arguments and returns the hidden states."""
 
     def __init__(self, block: nn.Module, calls: list[Any], num_returned: int) -> None:
@@ -36,7 +36,7 @@ class Listener(StandIn):
         return (hidden, *nothing) if self._num_returned else hidden
 
 
-class Given(StandIn):
+class ComputedOutput(StandIn):
     """Stand-in for the core that returns hidden states computed by earlier layers."""
 
     def __init__(self, core: nn.Module, returned: type) -> None:

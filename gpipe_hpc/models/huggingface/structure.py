@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.huggingface.calls import Call, Form, bound, same_values, unknown
-from gpipe_hpc.models.huggingface.valueless import SayYes
+from gpipe_hpc.models.huggingface.meta_tensors import TrueConditions
 
 _BATCH: Final = 2
 _LENGTH: Final = 8
@@ -43,7 +43,7 @@ class Structure(NamedTuple):
         return len(self.forms)
 
 
-class _Step(NamedTuple):
+class _ModuleCall(NamedTuple):
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -54,8 +54,8 @@ class _Step(NamedTuple):
 class _Trace:
     """Recorded calls in the core, in order: blocks, and other modules that it calls directly."""
 
-    core_calls: list[_Step] = field(default_factory=list)
-    steps: list[_Step] = field(default_factory=list)
+    core_calls: list[_ModuleCall] = field(default_factory=list)
+    steps: list[_ModuleCall] = field(default_factory=list)
     depth: int = 0
 
 
@@ -111,7 +111,7 @@ def _structure_under(model: nn.Module, core: str, blocks: str, kind: str) -> Str
     )
 
 
-def _runs_of_blocks(model: nn.Module, blocks: str, trace: _Trace, kind: str) -> list[_Step]:
+def _runs_of_blocks(model: nn.Module, blocks: str, trace: _Trace, kind: str) -> list[_ModuleCall]:
     """Return the calls of the blocks.
 
     Raises ModelError unless each block runs once, in order, on the output of the previous one.
@@ -150,7 +150,7 @@ def example_inputs(model: Any) -> dict[str, Tensor]:
 def run_on_meta(kind: str, function: Any) -> Any:
     """Call a function on the meta device; raise `ModelError` if that fails."""
     try:
-        with torch.device("meta"), torch.enable_grad(), SayYes():
+        with torch.device("meta"), torch.enable_grad(), TrueConditions():
             return function()
     except ModelError:
         raise
@@ -197,7 +197,7 @@ def _traced(model: nn.Module, core: str, blocks: str, trace: _Trace) -> Iterator
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
             trace.depth -= 1
-            step = _Step(path, args, kwargs, output)
+            step = _ModuleCall(path, args, kwargs, output)
             if path == core:
                 trace.core_calls.append(step)
             elif trace.depth == 1:
@@ -212,7 +212,7 @@ def _traced(model: nn.Module, core: str, blocks: str, trace: _Trace) -> Iterator
             handle.remove()
 
 
-def _hidden_of(step: _Step, kind: str) -> Tensor:
+def _hidden_of(step: _ModuleCall, kind: str) -> Tensor:
     """Return the hidden states that a block or module returns, alone or first in a tuple."""
     output = step.output[0] if isinstance(step.output, tuple) else step.output
     if not isinstance(output, Tensor):
@@ -221,7 +221,7 @@ def _hidden_of(step: _Step, kind: str) -> Tensor:
 
 
 def _closing(
-    behind: list[_Step], last: _Step, result: Any, steps: list[_Step], kind: str
+    behind: list[_ModuleCall], last: _ModuleCall, result: Any, steps: list[_ModuleCall], kind: str
 ) -> tuple[str, ...]:
     """Return the modules after the blocks, each of which takes the output of the previous one."""
     hidden = _hidden_of(last, kind)
@@ -245,7 +245,7 @@ def _closing(
 
 
 def _core_inputs(
-    core: nn.Module, called: _Step, inputs: dict[str, Tensor], kind: str
+    core: nn.Module, called: _ModuleCall, inputs: dict[str, Tensor], kind: str
 ) -> dict[str, Any]:
     """Return the arguments of the core by name, with None for the model's inputs."""
     given = list(inputs.values())

@@ -20,7 +20,7 @@ _SHOWN: Final = 3  # names in a message
 Shape = tuple[int, ...]
 
 
-class Stored(NamedTuple):
+class TensorLocation(NamedTuple):
     """Location of a tensor: its file and its name in the file."""
 
     file: Path
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
 class WeightFolder:
     """The tensors of a folder, by the model's names. Opening reads only the headers."""
 
-    def __init__(self, folder: Path, places: Mapping[str, Stored]) -> None:
+    def __init__(self, folder: Path, places: Mapping[str, TensorLocation]) -> None:
         self.folder = folder
         self._places = dict(places)
 
@@ -66,7 +66,7 @@ def open_weights(folder: Path, model: Any, fresh: Iterable[str] = ()) -> WeightF
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     patterns = tuple(fresh)
     _check_patterns(patterns, expected)
-    places: dict[str, Stored] = {}
+    places: dict[str, TensorLocation] = {}
     for name, (original, (place, shape)) in _renamed(model, stored).items():
         if _matches(name, patterns):
             continue
@@ -121,19 +121,21 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _header(file: Path) -> dict[str, tuple[Stored, Shape]]:
+def _header(file: Path) -> dict[str, tuple[TensorLocation, Shape]]:
     try:
         with safetensors().safe_open(file, framework="pt", device="cpu") as opened:
             names: list[str] = list(opened.keys())
             shapes = [tuple(opened.get_slice(name).get_shape()) for name in names]
     except (OSError, safetensors().SafetensorError) as error:
         raise _unreadable(file, error) from error
-    return {name: (Stored(file, name), shape) for name, shape in zip(names, shapes, strict=True)}
+    return {
+        name: (TensorLocation(file, name), shape) for name, shape in zip(names, shapes, strict=True)
+    }
 
 
 def _renamed(
-    model: Any, stored: Mapping[str, tuple[Stored, Shape]]
-) -> dict[str, tuple[str, tuple[Stored, Shape]]]:
+    model: Any, stored: Mapping[str, tuple[TensorLocation, Shape]]
+) -> dict[str, tuple[str, tuple[TensorLocation, Shape]]]:
     """Key stored tensors by the model's names; files may use older names or lack the prefix."""
     loading = transformers_part("core_model_loading")
     mapping = transformers_part("conversion_mapping").get_model_conversion_mapping(model)

@@ -1,9 +1,9 @@
 """`recompute=budget`: the cheapest recomputation that keeps every rank within its memory limit.
 
-Each stage has a set of `Choices`. The memory of a rank during an action is a sum over its stages:
-the number of micro-batches of which only the part needed for recomputation is alive, plus the
-number of which all activations are alive, each times its bytes. Ranks that share a stage are solved
-together, all others separately.
+Each stage has a set of `RecomputeChoices`. The memory of a rank during an action is a sum over
+its stages: the number of micro-batches of which only the part needed for recomputation is alive,
+plus the number of which all activations are alive, each times its bytes. Ranks that share a stage
+are solved together, all others separately.
 """
 
 import math
@@ -14,13 +14,13 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, PartitionError
-from gpipe_hpc.planner.budget.many_stages import Limit, select
-from gpipe_hpc.planner.budget.one_stage import Choices, Weights, stage_choices
+from gpipe_hpc.planner.budget.many_stages import MemoryLimit, select
+from gpipe_hpc.planner.budget.one_stage import RecomputeChoices, Weights, stage_choices
 from gpipe_hpc.planner.costs.counted import ModelCount
 from gpipe_hpc.planner.forecast import RankStates, activation_memory, rank_states
 from gpipe_hpc.planner.memory.by_rank import limits_text
 from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
-from gpipe_hpc.planner.memory.sharing import Sharing
+from gpipe_hpc.planner.memory.sharing import OptimizerSharing
 from gpipe_hpc.planner.memory.storages import StageStorages
 from gpipe_hpc.planner.stages import StageCount, count_stages
 from gpipe_hpc.schedule import (
@@ -32,8 +32,8 @@ from gpipe_hpc.schedule import (
     add_recompute,
     peak_memory,
 )
-from gpipe_hpc.schedule.table.dependencies import Thing
-from gpipe_hpc.schedule.table.lifetimes import away, kept
+from gpipe_hpc.schedule.table.dependencies import ValueKind
+from gpipe_hpc.schedule.table.lifetimes import kept_lifetimes, offloaded_lifetimes
 from gpipe_hpc.units import bytes_text, flops_text, ranges_text
 
 _TRIES: Final = 5
@@ -56,7 +56,7 @@ def choose_recompute(
     limit_bytes: float | Sequence[float],
     optimizer_states: int | OptimizerMemory,
     seconds: Sequence[float] = (),
-    sharing: Sharing | None = None,
+    sharing: OptimizerSharing | None = None,
     offload: bool = False,
 ) -> Budget:
     """Choose the layers to recompute so that no rank exceeds its memory limit.
@@ -177,11 +177,11 @@ def _layer_costs(
 
 
 def _choices_of(
-    stages: Sequence[StageCount], costs: Sequence[tuple[int, ...]], limits: Sequence[Limit]
-) -> list[Choices]:
+    stages: Sequence[StageCount], costs: Sequence[tuple[int, ...]], limits: Sequence[MemoryLimit]
+) -> list[RecomputeChoices]:
     """Return the possible recomputations of each stage; equal stages are solved once."""
-    known: dict[tuple[StageStorages, tuple[int, ...], frozenset[Weights]], Choices] = {}
-    found: list[Choices] = []
+    known: dict[tuple[StageStorages, tuple[int, ...], frozenset[Weights]], RecomputeChoices] = {}
+    found: list[RecomputeChoices] = []
     for index, (stage, own) in enumerate(zip(stages, costs, strict=True)):
         # A stage without layers has nothing to recompute and keeps its input.
         storages = stage.storages if stage.layers else _solid(stage)
@@ -196,7 +196,7 @@ def _solid(stage: StageCount) -> StageStorages:
     return StageStorages((stage.activation_bytes,), frozenset({0}), ())
 
 
-def _weights(limits: Sequence[Limit], stage: int) -> frozenset[Weights]:
+def _weights(limits: Sequence[MemoryLimit], stage: int) -> frozenset[Weights]:
     """Return the ratios of micro-batches before and after recomputation in a stage's limits."""
     found: set[Weights] = set()
     for limit in limits:
@@ -212,25 +212,25 @@ def _limits(
     table: Schedule,
     limits_bytes: Sequence[float],
     states: Sequence[RankStates],
-) -> list[Limit]:
+) -> list[MemoryLimit]:
     """Return a memory limit for each rank and each moment at which its memory may peak."""
-    limits: list[Limit] = []
+    limits: list[MemoryLimit] = []
     for rank, row in enumerate(table.ranks):
         for moment in moments_of(row):
             whole = sum(n * stages[s].activation_bytes for s, n in moment.whole.items())
             room = limits_bytes[rank] - states[rank].total_bytes - whole
-            limits.append(Limit(rank, moment.kept, moment.full, room))
+            limits.append(MemoryLimit(rank, moment.kept, moment.full, room))
     return limits
 
 
-class Moment(NamedTuple):
+class LiveMicrobatches(NamedTuple):
     """Numbers of live micro-batches of each stage on a rank at one time."""
 
     full: dict[int, int]  # already recomputed: all activations are alive
     whole: dict[int, int]  # never recomputed
     kept: dict[int, int]  # to be recomputed later: only the kept part is alive
 
-    def covers(self, other: "Moment") -> bool:
+    def covers(self, other: "LiveMicrobatches") -> bool:
         """Return whether any recomputation needs at least as much memory now as at `other`."""
         return all(
             more >= 0
@@ -241,16 +241,16 @@ class Moment(NamedTuple):
         )
 
 
-def moments_of(row: Sequence[Action]) -> list[Moment]:
+def moments_of(row: Sequence[Action]) -> list[LiveMicrobatches]:
     """Return the moments during a rank's actions at which its memory may peak."""
-    lives = kept(row, {Thing.ACTIVATIONS, Thing.RECOMPUTED})
-    again = {life.place: life.first for life in lives if life.thing is Thing.RECOMPUTED}
-    now = Moment(*(dict.fromkeys(sorted({a.stage for a in row}), 0) for _ in range(3)))
+    lives = kept_lifetimes(row, {ValueKind.ACTIVATIONS, ValueKind.RECOMPUTED})
+    again = {life.place: life.first for life in lives if life.thing is ValueKind.RECOMPUTED}
+    now = LiveMicrobatches(*(dict.fromkeys(sorted({a.stage for a in row}), 0) for _ in range(3)))
     # By position: changes of the counts at the start of an action and after it.
     starts: dict[int, list[tuple[dict[int, int], int, int]]] = defaultdict(list)
     ends: dict[int, list[tuple[dict[int, int], int, int]]] = defaultdict(list)
     for thing, stage, microbatch, first, last, _ in lives:
-        if thing is Thing.RECOMPUTED:
+        if thing is ValueKind.RECOMPUTED:
             starts[first] += (now.kept, stage, -1), (now.full, stage, 1)
             ends[last].append((now.full, stage, -1))
         elif (stage, microbatch) in again:
@@ -258,20 +258,20 @@ def moments_of(row: Sequence[Action]) -> list[Moment]:
         else:
             starts[first].append((now.whole, stage, 1))
             ends[last].append((now.whole, stage, -1))
-    for life in away(row):
+    for life in offloaded_lifetimes(row):
         part = now.kept if life.place in again else now.whole
         ends[life.first].append((part, life.stage, -1))
         starts[life.last].append((part, life.stage, 1))
-    seen: dict[tuple[int, ...], Moment] = {}
+    seen: dict[tuple[int, ...], LiveMicrobatches] = {}
     for at in range(len(row)):
         for part, stage, more in starts[at]:
             part[stage] += more
         if starts[at]:
             key = tuple(n for part in now for n in part.values())
-            seen.setdefault(key, Moment(*map(dict, now)))
+            seen.setdefault(key, LiveMicrobatches(*map(dict, now)))
         for part, stage, more in ends[at]:
             part[stage] += more
-    found: list[Moment] = []
+    found: list[LiveMicrobatches] = []
     for moment in seen.values():
         if not any(other.covers(moment) for other in found):
             found = [other for other in found if not moment.covers(other)] + [moment]
@@ -289,7 +289,7 @@ def _groups(placement: Placement) -> list[list[int]]:
     return [sorted(group) for group in groups if group]
 
 
-def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
+def _lacking(limits: Sequence[MemoryLimit], choices: Sequence[RecomputeChoices]) -> list[str]:
     """Describe the memory that ranks lack at some moment even if recomputation minimizes it."""
     lacking: dict[int, float] = {}
     for limit in limits:
@@ -306,7 +306,7 @@ def _lacks_text(lacking: Mapping[int, float]) -> list[str]:
 
 
 def _lacking_together(
-    choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
+    choices: Mapping[int, RecomputeChoices], runs: Mapping[int, int], limits: Sequence[MemoryLimit]
 ) -> list[str]:
     """Describe the missing memory if each limit can be met, but not all of them together."""
 

@@ -5,7 +5,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from gpipe_hpc.planner.budget.one_stage import Choices, Indices, Integers, thinned, undominated
+from gpipe_hpc.planner.budget.one_stage import (
+    Indices,
+    Integers,
+    RecomputeChoices,
+    thinned,
+    undominated,
+)
 
 MAX_SELECTIONS: Final = 2048
 """Maximum number of partial selections that are kept; the result is exact below it."""
@@ -13,7 +19,7 @@ MAX_SELECTIONS: Final = 2048
 _MAX_PICKS: Final = 512  # maximum number of fitting choices per stage, if there are several stages
 
 
-class Limit(NamedTuple):
+class MemoryLimit(NamedTuple):
     """A memory limit of a rank at one moment of its step.
 
     Attributes:
@@ -27,14 +33,14 @@ class Limit(NamedTuple):
     full: Mapping[int, int]
     room: float
 
-    def used(self, stage: int, choices: Choices) -> Integers:
+    def used(self, stage: int, choices: RecomputeChoices) -> Integers:
         """Return the bytes that a stage needs at this moment for each of its choices."""
         kept, full = self.kept.get(stage, 0), self.full.get(stage, 0)
         return choices.kept_bytes * kept + choices.full_bytes * full
 
 
 def select(
-    choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
+    choices: Mapping[int, RecomputeChoices], runs: Mapping[int, int], limits: Sequence[MemoryLimit]
 ) -> dict[int, int] | None:
     """Return, for each stage, the index of its choice in the cheapest selection within all limits.
 

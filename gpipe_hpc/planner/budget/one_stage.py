@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.planner.memory.storages import Lives, StageStorages
+from gpipe_hpc.planner.memory.storages import LifetimeBytes, StageStorages
 
 Integers = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.signedinteger[Any]]
@@ -27,7 +27,7 @@ MAX_CHOICES: Final = 4096
 
 
 @dataclass(frozen=True)
-class Choices:
+class RecomputeChoices:
     """Memory and cost of the useful ways to recompute a stage, one array element per way.
 
     Attributes:
@@ -56,22 +56,22 @@ class Choices:
 
 def stage_choices(
     storages: StageStorages, costs: Sequence[int], weights: Collection[Weights]
-) -> Choices:
+) -> RecomputeChoices:
     """Return the useful ways to recompute a stage; `costs` are integer costs of each layer.
 
     A way is dropped if a single other one costs no more and needs no more memory under all
     `weights`. The result is exact unless a front exceeds `MAX_CHOICES`.
     """
     weights = _extremes(weights)
-    steps = _Steps(storages)
-    states: list[_State] = [_State(None, frozenset(), frozenset())]
+    steps = _LayerStep(storages)
+    states: list[_LayerState] = [_LayerState(None, frozenset(), frozenset())]
     zero = np.zeros(1, dtype=np.int64)
     origins = _Origins(zero.astype(np.int32), zero.astype(np.int32))
     held = zero + storages.nbytes(storages.held)
-    fronts = [_Front(held, held, zero, origins)]
+    fronts = [_ParetoFront(held, held, zero, origins)]
     trail: list[tuple[_Origins, ...]] = []
     for position, cost in enumerate(costs):
-        grown: dict[_State, list[_Front]] = {}
+        grown: dict[_LayerState, list[_ParetoFront]] = {}
         for number, (state, front) in enumerate(zip(states, fronts, strict=True)):
             for again in (False, True):
                 after, added = steps.take(state, position, again)
@@ -81,12 +81,12 @@ def stage_choices(
         longest = max(2, MAX_CHOICES // len(states))
         fronts = [_merged(p, weights, longest, after.again) for after, p in grown.items()]
         trail.append(tuple(front.origins for front in fronts))
-    ends = [front.extended(number, Lives(0, 0), 0) for number, front in enumerate(fronts)]
+    ends = [front.extended(number, LifetimeBytes(0, 0), 0) for number, front in enumerate(fronts)]
     merged = _merged(ends, weights, MAX_CHOICES)
-    return Choices(*merged, tuple(trail))
+    return RecomputeChoices(*merged, tuple(trail))
 
 
-class _State(NamedTuple):
+class _LayerState(NamedTuple):
     """The facts about the layers processed so far that affect the remaining layers.
 
     Attributes:
@@ -108,7 +108,7 @@ class _Origins(NamedTuple):
     again: bool | None = None
 
 
-class _Front(NamedTuple):
+class _ParetoFront(NamedTuple):
     """The Pareto-optimal choices for the layers processed so far."""
 
     kept_bytes: Integers
@@ -116,15 +116,15 @@ class _Front(NamedTuple):
     costs: Integers
     origins: _Origins
 
-    def extended(self, state: int, added: Lives, cost: int) -> "_Front":
+    def extended(self, state: int, added: LifetimeBytes, cost: int) -> "_ParetoFront":
         """Return this front with memory and cost increased and itself as origin of each choice."""
         places = np.arange(len(self.costs), dtype=np.int32)
         origins = _Origins(np.full_like(places, state), places)
         kept, full = self.kept_bytes + added.kept, self.full_bytes + added.full
-        return _Front(kept, full, self.costs + cost, origins)
+        return _ParetoFront(kept, full, self.costs + cost, origins)
 
 
-class _Steps:
+class _LayerStep:
     """The transition of the dynamic program: one more layer, and the memory that it adds."""
 
     def __init__(self, storages: StageStorages) -> None:
@@ -134,7 +134,9 @@ class _Steps:
             used = (layer.kept | layer.given) - storages.held
             self._last_use.update(dict.fromkeys(used, position))
 
-    def take(self, state: _State, position: int, again: bool) -> tuple[_State, Lives]:
+    def take(
+        self, state: _LayerState, position: int, again: bool
+    ) -> tuple[_LayerState, LifetimeBytes]:
         """Return the state after a layer, and the bytes that it adds."""
         storages = self._storages
         layer = storages.layers[position]
@@ -150,8 +152,10 @@ class _Steps:
             made -= layer.kept
         new = needed - state.counted - storages.held
         kept = storages.nbytes(new) + layer.state + (0 if again else layer.inside)
-        after = _State(again, self._open(state.counted | new, position), self._open(made, position))
-        return after, Lives(kept, kept + extra)
+        after = _LayerState(
+            again, self._open(state.counted | new, position), self._open(made, position)
+        )
+        return after, LifetimeBytes(kept, kept + extra)
 
     def _open(self, storages: frozenset[int], position: int) -> frozenset[int]:
         return frozenset(n for n in storages if self._last_use.get(n, -1) > position)
@@ -167,11 +171,11 @@ def _extremes(weights: Collection[Weights]) -> tuple[Weights, ...]:
 
 
 def _merged(
-    fronts: Sequence[_Front],
+    fronts: Sequence[_ParetoFront],
     weights: Collection[Weights],
     longest: int,
     again: bool | None = None,
-) -> _Front:
+) -> _ParetoFront:
     """Return the Pareto-optimal choices of several fronts, at most `longest` for each weight."""
     kept = np.concatenate([front.kept_bytes for front in fronts])
     full = np.concatenate([front.full_bytes for front in fronts])
@@ -180,7 +184,7 @@ def _merged(
     order = _best(amounts, costs, longest)
     states = np.concatenate([front.origins.states for front in fronts])[order]
     parents = np.concatenate([front.origins.parents for front in fronts])[order]
-    return _Front(kept[order], full[order], costs[order], _Origins(states, parents, again))
+    return _ParetoFront(kept[order], full[order], costs[order], _Origins(states, parents, again))
 
 
 def _best(amounts: Sequence[Integers], costs: Integers, longest: int) -> Indices:

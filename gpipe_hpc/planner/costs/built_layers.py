@@ -24,8 +24,8 @@ from gpipe_hpc.models import (
     seeded_generators,
 )
 from gpipe_hpc.models.remedies import with_remedy
-from gpipe_hpc.planner.costs.clock import Clock
-from gpipe_hpc.planner.costs.walk import Visit, described
+from gpipe_hpc.planner.costs.clock import WorkClock
+from gpipe_hpc.planner.costs.walk import LayerVisit, described
 from gpipe_hpc.pytree import map_tensors, tensors_of
 
 _DISTURBED: Final = 1.5  # repetitions above this multiple of the fastest are dropped
@@ -36,17 +36,19 @@ _FIT_LOSS: Final = (
 )
 
 
-class Bench(NamedTuple):
+class MeasuringOptions(NamedTuple):
     """Options for measuring layers: seed, device, numbers of repetitions, and the clock."""
 
     seed: int
     device: Device
     repetitions: int
     warmup: int
-    clock: Clock
+    clock: WorkClock
 
     @contextmanager
-    def built(self, visits: Sequence[Visit], loss: "Loss | None") -> Iterator["BuiltLayers"]:
+    def built(
+        self, visits: Sequence[LayerVisit], loss: "ExampleLoss | None"
+    ) -> Iterator["BuiltLayers"]:
         """Build consecutive layers, and the loss of the last one if given, for the block.
 
         Within the block the layers use their own random generators. At its end the autocast cache
@@ -68,7 +70,7 @@ class Bench(NamedTuple):
             yield BuiltLayers(visits, modules, loss, self)
 
 
-class Seconds(NamedTuple):
+class LayerSeconds(NamedTuple):
     """Measured seconds of each pass of a layer or of several layers.
 
     Attributes:
@@ -112,12 +114,12 @@ class BuiltLayers:
     `loss` belongs to the last layer; None if the layers have no loss.
     """
 
-    visits: Sequence[Visit]
+    visits: Sequence[LayerVisit]
     modules: Sequence[nn.Module]
-    loss: "Loss | None"
-    bench: Bench
+    loss: "ExampleLoss | None"
+    bench: MeasuringOptions
 
-    def measured(self) -> tuple[list[Any], tuple[Seconds, ...], tuple[Seconds, ...]]:
+    def measured(self) -> tuple[list[Any], tuple[LayerSeconds, ...], tuple[LayerSeconds, ...]]:
         """Measure forward and backward repeatedly; return results, device times and host times.
 
         The results are the last output and the stashed values, detached. The times have one entry
@@ -130,8 +132,8 @@ class BuiltLayers:
             (*both, *of_halves, *of_bare, split_forward)
             for both, (split_forward, *of_halves), of_bare in zip(whole, halves, bare, strict=True)
         ]
-        of_device = tuple(Seconds(*(took.device for took in row)) for row in rows)
-        return results, of_device, tuple(Seconds(*(took.host for took in row)) for row in rows)
+        of_device = tuple(LayerSeconds(*(took.device for took in row)) for row in rows)
+        return results, of_device, tuple(LayerSeconds(*(took.host for took in row)) for row in rows)
 
     def _repeated(self, run: Callable[[], _Run]) -> tuple[list[Any], list[Sequence[PassSeconds]]]:
         """Call `run` repeatedly; return the last results, and all times after the warm-up."""
@@ -289,7 +291,7 @@ class LossError(ModelError):
     """The loss function failed; the layer before it did not."""
 
 
-class Loss(NamedTuple):
+class ExampleLoss(NamedTuple):
     """A loss function with the targets of the example micro-batch."""
 
     function: LossFunction
@@ -321,7 +323,7 @@ def _copy_for_measurement(layer: Layer, index: int) -> Layer:
         ) from error
 
 
-def _external_pops(visits: Sequence[Visit]) -> list[dict[str, Any]]:
+def _external_pops(visits: Sequence[LayerVisit]) -> list[dict[str, Any]]:
     """Return, for each layer, the popped values that no layer of this group has stashed."""
     stashed: set[str] = set()
     found = []

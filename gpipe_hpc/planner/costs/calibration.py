@@ -10,15 +10,15 @@ from typing import Any, Final, NoReturn
 import yaml
 
 from gpipe_hpc.errors import ConfigError, os_remedy
+from gpipe_hpc.planner.costs.cost_models import LayerTimes
 from gpipe_hpc.planner.costs.counted import ModelCount
-from gpipe_hpc.planner.costs.gauges import LayerTimes
 from gpipe_hpc.planner.costs.origin import device_warnings
 from gpipe_hpc.planner.costs.prices import (
     FREE,
     OLDER_KEY,
-    Measured,
     Prices,
-    Reader,
+    PricesContext,
+    PricesReader,
     link_content,
     prices_content,
     process_key,
@@ -120,7 +120,7 @@ def read_calibration(path: str | Path) -> Calibration:
             f"plan.calibration: cannot read {path}, the calibration file of a run: {error}; "
             f"{remedy or _REMEDY}"
         ) from None
-    file = _Reader(f"plan.calibration: {path}", _REMEDY)
+    file = _CalibrationReader(f"plan.calibration: {path}", _REMEDY)
     if not isinstance(read, Mapping) or not str(read.get("format", "")).startswith(_FORMAT):
         file.refuse("format", f"{_FORMAT}{_VERSION}", _shown(read))
     known = {f"{_FORMAT}{number}": number for number in range(1, _VERSION + 1)}
@@ -151,7 +151,7 @@ def read_calibration(path: str | Path) -> Calibration:
         note = f"{read['format']}: an older version, with times of layers only"
         return replace(found, notes=(note,))
     links = file.keys(top["links"], "links", *_LINKS)
-    measured = Measured(
+    measured = PricesContext(
         device,
         found.device_name,
         file.cores(top["cores"], "cores"),
@@ -217,7 +217,7 @@ def _shown(read: object) -> object:
     return read.get("format") if isinstance(read, Mapping) else type(read).__name__
 
 
-class _Reader(Reader):
+class _CalibrationReader(PricesReader):
     """Validating reader of parts of a calibration file; its errors name the key."""
 
     def text(self, read: Mapping[str, Any], name: str) -> str:

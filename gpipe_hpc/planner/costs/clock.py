@@ -16,11 +16,11 @@ Result = TypeVar("Result")
 _SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 
 
-class Clock:
+class WorkClock:
     """Measures time and durations of work; tests replace it."""
 
     def __init__(self) -> None:
-        self._lead: _Lead | None = None
+        self._lead: _FillerWork | None = None
 
     def now(self) -> float:
         """Return the current time of a monotonic clock in seconds."""
@@ -50,7 +50,7 @@ class Clock:
         if not device.is_accelerator:
             return *self.timed(work, device), 0.0
         if self._lead is None or self._lead.device is not device:
-            self._lead = _Lead(device)
+            self._lead = _FillerWork(device)
         return self._lead.timed(work)
 
     def from_idle(self, work: Callable[[], Result], device: Device) -> tuple[Result, float]:
@@ -85,7 +85,7 @@ def _waited_s() -> float:
         return 0.0  # not Linux, or a sandbox
 
 
-class _Lead:
+class _FillerWork:
     """Filler work that keeps a device busy while the host launches the timed work after it.
 
     Allocates 64 MiB on the device.

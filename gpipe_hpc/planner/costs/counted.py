@@ -16,17 +16,17 @@ from gpipe_hpc.models import (
     layer_name,
     skip_names,
 )
-from gpipe_hpc.planner.costs.meta import meta_layer
-from gpipe_hpc.planner.costs.trial import (
-    Crossing,
+from gpipe_hpc.planner.costs.layer_trial import (
+    BoundaryBytes,
     LayerCount,
-    Loss,
-    Trial,
-    Weight,
+    LayerTrial,
+    LayerWeight,
+    LossLayer,
+    as_meta_leaves,
     crossing,
-    forgotten,
 )
-from gpipe_hpc.planner.costs.walk import Given, Passed, Visit, walk
+from gpipe_hpc.planner.costs.meta import meta_layer
+from gpipe_hpc.planner.costs.walk import LayerInput, LayerVisit, VisitResult, walk
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ModelCount:
       library_bytes: device memory that libraries keep once layers have run.
     """
 
-    inputs: Crossing
+    inputs: BoundaryBytes
     layers: tuple[LayerCount, ...]
     parameter_names: tuple[tuple[str, ...], ...]
     loss: LayerCount | None
@@ -52,14 +52,14 @@ class ModelCount:
     skips: tuple[Skip, ...]
     library_bytes: int = 0
 
-    def weights(self, layers: Iterable[int]) -> list[Weight]:
+    def weights(self, layers: Iterable[int]) -> list[LayerWeight]:
         """Return the parameters of some layers; parameters tied among them count once."""
         return list(self.named_weights(layers).values())
 
-    def named_weights(self, layers: Iterable[int]) -> dict[str, Weight]:
+    def named_weights(self, layers: Iterable[int]) -> dict[str, LayerWeight]:
         """Return the parameters of some layers by global name; tied ones have their first name."""
         tied = {place: tie.name for tie in self.ties for place in tie.places}
-        found: dict[str, Weight] = {}
+        found: dict[str, LayerWeight] = {}
         for index in layers:
             weights = self.layers[index].weights
             for own, weight in zip(self.parameter_names[index], weights, strict=True):
@@ -75,7 +75,7 @@ class ModelCount:
         """Return the number of parameter elements of the model; tied parameters count once."""
         return sum(weight.num_elements for weight in self.weights(range(len(self.layers))))
 
-    def carried(self, skip: Skip) -> Crossing:
+    def carried(self, skip: Skip) -> BoundaryBytes:
         """Return the bytes that a skip connection transfers for one micro-batch."""
         place = self.names[skip.source].stashes.index(skip.name)
         return self.layers[skip.source].stashed[place]
@@ -110,16 +110,18 @@ def count_model(
     """
     how = device_type, precision, shares_casts
 
-    def visit(each: Visit) -> Passed[LayerCount]:
+    def visit(each: LayerVisit) -> VisitResult[LayerCount]:
         module = meta_layer(each.layer, each.index)
-        return Trial(each.where, module, each.names, each.given, *how).count(layer_name(each.layer))
+        return LayerTrial(each.where, module, each.names, each.given, *how).count(
+            layer_name(each.layer)
+        )
 
-    value = forgotten(inputs)
+    value = as_meta_leaves(inputs)
     counts, output = walk(layers, value, visit)
     loss = None
     if loss_fn is not None:
-        ending = Loss(loss_fn, forgotten(targets))
-        loss = Trial("loss", ending, SkipNames(), Given(output), *how).count("loss").found
+        ending = LossLayer(loss_fn, as_meta_leaves(targets))
+        loss = LayerTrial("loss", ending, SkipNames(), LayerInput(output), *how).count("loss").found
     return ModelCount(
         inputs=crossing(value),
         layers=tuple(counts),

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 
-class Peak(NamedTuple):
+class PeakFlops(NamedTuple):
     """Peak FLOP/s of a GPU in 16 bits (bfloat16 or float16) and in float32 without TF32."""
 
     bits_16: float
@@ -13,18 +13,18 @@ class Peak(NamedTuple):
 
 
 # The first entry whose words all occur in the device name applies. NVIDIA's data sheets, dense.
-_PEAKS: Final[Mapping[tuple[str, ...], Peak]] = MappingProxyType(
+_PEAKS: Final[Mapping[tuple[str, ...], PeakFlops]] = MappingProxyType(
     {
-        ("H100", "PCIe"): Peak(756e12, 51e12),
-        ("H100", "NVL"): Peak(835e12, 60e12),
-        ("H100",): Peak(989e12, 67e12),
-        ("H200", "NVL"): Peak(835e12, 60e12),
-        ("H200",): Peak(989e12, 67e12),
-        ("A100",): Peak(312e12, 19.5e12),
-        ("L40S",): Peak(362e12, 91.6e12),
-        ("L4",): Peak(121e12, 30.3e12),
-        ("V100",): Peak(125e12, 15.7e12),
-        ("T4",): Peak(65e12, 8.1e12),
+        ("H100", "PCIe"): PeakFlops(756e12, 51e12),
+        ("H100", "NVL"): PeakFlops(835e12, 60e12),
+        ("H100",): PeakFlops(989e12, 67e12),
+        ("H200", "NVL"): PeakFlops(835e12, 60e12),
+        ("H200",): PeakFlops(989e12, 67e12),
+        ("A100",): PeakFlops(312e12, 19.5e12),
+        ("L40S",): PeakFlops(362e12, 91.6e12),
+        ("L4",): PeakFlops(121e12, 30.3e12),
+        ("V100",): PeakFlops(125e12, 15.7e12),
+        ("T4",): PeakFlops(65e12, 8.1e12),
     }
 )
 

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from gpipe_hpc.device.device import Device, HostDevice
 from gpipe_hpc.models import Layer, LossFunction
-from gpipe_hpc.planner.costs.built_layers import Bench, Loss, Seconds, usual
-from gpipe_hpc.planner.costs.clock import Clock
-from gpipe_hpc.planner.costs.stretch import Member, in_stage
-from gpipe_hpc.planner.costs.walk import Passed, Visit, walk
+from gpipe_hpc.planner.costs.built_layers import ExampleLoss, LayerSeconds, MeasuringOptions, usual
+from gpipe_hpc.planner.costs.clock import WorkClock
+from gpipe_hpc.planner.costs.stretch import StretchLayer, in_stage
+from gpipe_hpc.planner.costs.walk import LayerVisit, VisitResult, walk
 from gpipe_hpc.pytree import map_tensors
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -53,7 +53,7 @@ def measure_layers(
     warmup: int = 1,
     rounds: int = 3,
     budget_s: float = 10.0,
-    clock: Clock | None = None,
+    clock: WorkClock | None = None,
 ) -> list[LayerCost]:
     """Measure the cost of every layer on one micro-batch, without communication.
 
@@ -81,7 +81,7 @@ def measure_layers(
     Raises ModelError, naming the layer, if a layer fails on the output of the layer before it.
     """
     target = device or HostDevice()
-    bench = Bench(seed, target, repetitions, warmup, clock or Clock())
+    bench = MeasuringOptions(seed, target, repetitions, warmup, clock or WorkClock())
     began = bench.clock.now()
     goal = _to(example_targets, target)
     subjects = _first_round(layers, _to(example_inputs, target), goal, loss_fn, bench)
@@ -98,14 +98,14 @@ def measure_layers(
     return [_cost(stage.seconds(member.own, member.host)) for member in members]
 
 
-def _cost(took: Seconds) -> LayerCost:
+def _cost(took: LayerSeconds) -> LayerCost:
     deferring_s = max(0.0, took.split_forward - took.forward)
     return LayerCost(
         took.forward, took.backward, took.of_input + deferring_s, took.of_weight, took.bare_forward
     )
 
 
-def _typical_to_minimum(subjects: Sequence["_Subject"]) -> float:
+def _typical_to_minimum(subjects: Sequence["_MeasuredLayer"]) -> float:
     """Return the mean ratio of typical to minimum times over all layers, at least 1."""
     least_s = taken_s = 0.0
     for subject in subjects:
@@ -116,8 +116,8 @@ def _typical_to_minimum(subjects: Sequence["_Subject"]) -> float:
 
 
 def _later_rounds(
-    subjects: Sequence["_Subject"], distinct: Sequence["_Subject"], rounds: int
-) -> Iterator["_Subject"]:
+    subjects: Sequence["_MeasuredLayer"], distinct: Sequence["_MeasuredLayer"], rounds: int
+) -> Iterator["_MeasuredLayer"]:
     """Yield the layers to measure after the first round, in order.
 
     `subjects` has one entry per layer, `distinct` one entry for each group of equal layers.
@@ -138,21 +138,21 @@ def _first_round(
     inputs: Any,
     targets: Any,
     loss_fn: LossFunction | None,
-    bench: Bench,
-) -> list["_Subject"]:
+    bench: MeasuringOptions,
+) -> list["_MeasuredLayer"]:
     """Run every layer on the output of the one before; return the measurement of each layer."""
-    last = {len(layers) - 1: Loss(loss_fn, targets)} if loss_fn else {}
+    last = {len(layers) - 1: ExampleLoss(loss_fn, targets)} if loss_fn else {}
 
-    def visit(each: Visit) -> Passed[_Subject]:
-        subject = _Subject(each, last.get(each.index))
+    def visit(each: LayerVisit) -> VisitResult[_MeasuredLayer]:
+        subject = _MeasuredLayer(each, last.get(each.index))
         output, *stashed = subject.run(bench)
-        return Passed(subject, output, stashed)
+        return VisitResult(subject, output, stashed)
 
     return walk(layers, inputs, visit, alone=last)[0]
 
 
 @dataclass(eq=False)
-class _Subject:
+class _MeasuredLayer:
     """A layer with its inputs, and its measured times in each round.
 
     Attributes:
@@ -160,14 +160,14 @@ class _Subject:
       num_bytes: bytes of weights, inputs and outputs that a step accesses.
     """
 
-    visit: Visit
-    loss: Loss | None
-    rounds: list[tuple[Seconds, ...]] = field(default_factory=list)
-    ordered: list[Seconds] = field(default_factory=list)
+    visit: LayerVisit
+    loss: ExampleLoss | None
+    rounds: list[tuple[LayerSeconds, ...]] = field(default_factory=list)
+    ordered: list[LayerSeconds] = field(default_factory=list)
     num_bytes: int = 0
     kept_bytes: int | None = None
 
-    def run(self, bench: Bench) -> list[Any]:
+    def run(self, bench: MeasuringOptions) -> list[Any]:
         """Measure the layer for a round; return its output and stashed values, detached."""
         # In a separate function, so that the layer is freed before the next one is built.
         with bench.built([self.visit], self.loss) as built:
@@ -180,24 +180,26 @@ class _Subject:
         return results
 
     @property
-    def times(self) -> list[Seconds]:
+    def times(self) -> list[LayerSeconds]:
         """Return the measurements of all rounds."""
         return [times for of_round in self.rounds for times in of_round]
 
     @property
-    def best(self) -> Seconds:
+    def best(self) -> LayerSeconds:
         """Return the minimum seconds of each pass."""
         return _least(self.times)
 
-    def member(self, times: float) -> Member:
+    def member(self, times: float) -> StretchLayer:
         """Return the layer with typical times, for measuring several layers together.
 
         `times` is the ratio of typical to minimum times.
         """
-        own = Seconds(*(times * least_s for least_s in self.best))
-        host = Seconds(*map(median, zip(*self.ordered, strict=True)))
+        own = LayerSeconds(*(times * least_s for least_s in self.best))
+        host = LayerSeconds(*map(median, zip(*self.ordered, strict=True)))
         # Accessed bytes count twice, as weights and inputs have gradients.
-        return Member(self.visit, self.loss, own, host, 2 * self.num_bytes + (self.kept_bytes or 0))
+        return StretchLayer(
+            self.visit, self.loss, own, host, 2 * self.num_bytes + (self.kept_bytes or 0)
+        )
 
     def spread(self, slack_s: float, last: bool = False) -> float:
         """Return the relative gap between the best round and the next best (or the `last`) round.
@@ -213,8 +215,8 @@ class _Subject:
         return worst
 
 
-def _least(times: Sequence[Seconds]) -> Seconds:
-    return Seconds(*map(min, zip(*times, strict=True)))
+def _least(times: Sequence[LayerSeconds]) -> LayerSeconds:
+    return LayerSeconds(*map(min, zip(*times, strict=True)))
 
 
 _TOLERANCE: Final = 0.05  # times that differ by less count as reproduced
@@ -224,19 +226,21 @@ _MOST_ROUNDS: Final = 10  # additional rounds for layers that remain uncertain
 _SHOWN: Final = 8  # layers in a message
 
 
-def _slack_s(subjects: Sequence[_Subject]) -> float:
+def _slack_s(subjects: Sequence[_MeasuredLayer]) -> float:
     whole = sum(subject.best.forward + subject.best.backward for subject in subjects)
     return max(_NEGLIGIBLE_S, _NEGLIGIBLE * whole)
 
 
-def _uncertain(subjects: Sequence[_Subject], distinct: Sequence[_Subject]) -> list[_Subject]:
+def _uncertain(
+    subjects: Sequence[_MeasuredLayer], distinct: Sequence[_MeasuredLayer]
+) -> list[_MeasuredLayer]:
     """Return the layers whose best times were not reproduced in a second round."""
     slack_s = _slack_s(subjects)
     return [subject for subject in distinct if subject.spread(slack_s) > 0]
 
 
 def _warn_if_uncertain(
-    subjects: Sequence[_Subject], uncertain: Sequence[_Subject], spent_s: float
+    subjects: Sequence[_MeasuredLayer], uncertain: Sequence[_MeasuredLayer], spent_s: float
 ) -> None:
     if not uncertain:
         return
@@ -258,4 +262,4 @@ def _warn_if_uncertain(
 
 
 def _to(nest: Any, device: Device) -> Any:
-    return map_tensors(device.bring, nest)
+    return map_tensors(device.to_device, nest)

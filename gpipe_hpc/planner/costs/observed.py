@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy
 
-from gpipe_hpc.planner.costs.prices import Pass
+from gpipe_hpc.planner.costs.prices import PassCost
 from gpipe_hpc.schedule import Event, Link, Timeline
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action, Op
 from gpipe_hpc.schedule.waits import DataFlow
@@ -22,7 +22,7 @@ from gpipe_hpc.schedule.waits import DataFlow
 _MIN_SIZE_RATIO: Final = 1.5  # minimum ratio of two sizes to distinguish latency from bandwidth
 
 
-class Took(NamedTuple):
+class ObservedTransfer(NamedTuple):
     """One transfer between world ranks, with its bytes and seconds."""
 
     source: int
@@ -31,7 +31,7 @@ class Took(NamedTuple):
     seconds: float
 
 
-class Fitted(NamedTuple):
+class FittedLink(NamedTuple):
     """A link fitted to transfers, with the numbers of transfers and of distinct sizes.
 
     With a single size all time is attributed to bandwidth, because latency cannot be distinguished.
@@ -62,7 +62,9 @@ def gap_s(timelines: Iterable[Timeline]) -> float:
     return median(found) if found else 0.0
 
 
-def transfers(timeline: Timeline, sent: Sent, first_rank: int, action_s: float) -> Iterator[Took]:
+def transfers(
+    timeline: Timeline, sent: Sent, first_rank: int, action_s: float
+) -> Iterator[ObservedTransfer]:
     """Yield the transfers of a replica for which the receiver was already waiting.
 
     Args:
@@ -78,7 +80,7 @@ def transfers(timeline: Timeline, sent: Sent, first_rank: int, action_s: float) 
             if wait is not None and wait.maker.rank != event.rank:
                 made_s = wait.maker.end_s
                 if free_s + action_s <= made_s:
-                    yield Took(
+                    yield ObservedTransfer(
                         first_rank + wait.maker.rank,
                         first_rank + event.rank,
                         sent(wait.maker.action, event.action),
@@ -91,7 +93,7 @@ def _compute(timeline: Timeline) -> list[list[Event]]:
     return [[event for event in row if event.action.op in COMPUTE] for row in timeline.events]
 
 
-class Summed(NamedTuple):
+class ObservedAllReduce(NamedTuple):
     """One all-reduce of a gradient bucket over world ranks, with its bytes and seconds.
 
     The time starts when the last rank begins and ends when the last rank has finished.
@@ -104,7 +106,7 @@ class Summed(NamedTuple):
 
 def sums(
     replicas: Sequence[Timeline], buckets: Sequence[Sequence[float]], num_stage_ranks: int
-) -> Iterator[Summed]:
+) -> Iterator[ObservedAllReduce]:
     """Yield the gradient all-reduces of a step, timed from the moment when all ranks had begun.
 
     All-reduces of a rank run one after another: one issued during an earlier one is timed from the
@@ -125,16 +127,16 @@ def sums(
         over_s.update(dict.fromkeys(own, done_s))
         if len(own) > 1 and action.bucket is not None:
             nbytes = buckets[action.stage][action.bucket]
-            yield Summed(tuple(sorted(own)), nbytes, max(0.0, done_s - begun_s))
+            yield ObservedAllReduce(tuple(sorted(own)), nbytes, max(0.0, done_s - begun_s))
 
 
-def message_of(summed: Summed) -> tuple[float, float]:
+def message_of(summed: ObservedAllReduce) -> tuple[float, float]:
     """Return bytes and seconds of one message of the equivalent ring all-reduce; see `Cluster`."""
     size = len(summed.ranks)
     return summed.nbytes / size, summed.seconds / (2 * (size - 1))
 
 
-def both_ways(taken: Iterable[Took]) -> list[tuple[float, float]]:
+def without_clock_offsets(taken: Iterable[ObservedTransfer]) -> list[tuple[float, float]]:
     """Return (bytes, seconds) of transfers between hosts, corrected for their clock offset.
 
     The offset adds to one direction what it subtracts from the other, so the mean of both
@@ -151,7 +153,7 @@ def both_ways(taken: Iterable[Took]) -> list[tuple[float, float]]:
     return found
 
 
-def fitted(samples: Sequence[tuple[float, float]]) -> Fitted | None:
+def fitted(samples: Sequence[tuple[float, float]]) -> FittedLink | None:
     """Fit a link to (bytes, seconds) samples by least squares over the median of each size.
 
     Returns None without samples above 0 bytes. Latency and bandwidth are never negative.
@@ -172,7 +174,7 @@ def fitted(samples: Sequence[tuple[float, float]]) -> Fitted | None:
         whole_s = sum(weight * seconds for _, seconds, weight in points)
         slope = whole_s / sum(weight * size for size, _, weight in points)
     bandwidth = 1 / slope if slope > 0 else float("inf")
-    return Fitted(Link(latency, bandwidth), num_samples, len(sizes))
+    return FittedLink(Link(latency, bandwidth), num_samples, len(sizes))
 
 
 def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float | None]:
@@ -186,7 +188,7 @@ def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float | No
     return float(begin), float(slope)
 
 
-def pass_of(ranks: Sequence[tuple[int, float, float]]) -> Pass:
+def pass_of(ranks: Sequence[tuple[int, float, float]]) -> PassCost:
     """Fit a cost model to (tensors, elements, seconds) of each rank's pass over its parameters.
 
     Coefficients are never negative. If the ranks are too similar to separate the costs per tensor
@@ -194,7 +196,7 @@ def pass_of(ranks: Sequence[tuple[int, float, float]]) -> Pass:
     """
     held = [each for each in ranks if each[0] and each[1]]
     if not held:
-        return Pass()
+        return PassCost()
     tensors, elements, seconds = (
         numpy.array(each, dtype=float) for each in zip(*held, strict=True)
     )
@@ -202,5 +204,5 @@ def pass_of(ranks: Sequence[tuple[int, float, float]]) -> Pass:
     if len({tensors[at] / elements[at] for at in range(len(held))}) > 1:
         both = numpy.linalg.lstsq(numpy.stack([tensors, elements], axis=1), seconds, rcond=None)[0]
         if both.min() >= 0:
-            return Pass(0.0, float(both[0]), float(both[1]))
-    return Pass(0.0, 0.0, alone)
+            return PassCost(0.0, float(both[0]), float(both[1]))
+    return PassCost(0.0, 0.0, alone)

@@ -21,7 +21,7 @@ _REMEDY: Final = "measure again: python -m gpipe_hpc.preflight preflight.steps=t
 _OTHER: Final = f"pass another file, omit it, or {_REMEDY}"
 
 
-class Pass(NamedTuple):
+class PassCost(NamedTuple):
     """Cost of a pass over parameters: seconds per call, per tensor and per element."""
 
     call_s: float = 0.0
@@ -35,7 +35,7 @@ class Pass(NamedTuple):
         return self.call_s + num_tensors * self.tensor_s + num_elements * self.element_s
 
 
-class Measured(NamedTuple):
+class PricesContext(NamedTuple):
     """Conditions of a measurement: device type and name, cores of the host, and settings."""
 
     device: str
@@ -65,10 +65,10 @@ class Prices:
     action_s: float = 0.0
     send: Link = field(default_factory=Link)
     summing: Link = field(default_factory=Link)
-    update: Pass = field(default_factory=Pass)
-    norm: Pass = field(default_factory=Pass)
+    update: PassCost = field(default_factory=PassCost)
+    norm: PassCost = field(default_factory=PassCost)
     step_s: float = 0.0
-    measured: Measured | None = None
+    measured: PricesContext | None = None
     process_bytes: int = 0
 
     def of_actions(self, costs: Costs) -> Costs:
@@ -159,7 +159,7 @@ def read_prices(path: str | Path) -> Prices:
             f"{path}: cannot read the prices that a preflight wrote: {error}; correct the path, or "
             f"{_REMEDY}"
         ) from None
-    file = Reader(str(path), _REMEDY)
+    file = PricesReader(str(path), _REMEDY)
     told = read if isinstance(read, Mapping) else {}
     if told.get("format", _FORMAT) not in (_FORMAT, _OLDER):
         file.refuse("format", repr(_FORMAT), told["format"])
@@ -168,12 +168,12 @@ def read_prices(path: str | Path) -> Prices:
     key = process_key(device if isinstance(device, str) else "cpu")  # other types are refused below
     process = OLDER_KEY if told.get("format") == _OLDER else key
     top = file.keys(read, "", "format", "measured", process, *_PARTS)
-    own = file.keys(top["measured"], "measured", *Measured._fields)
+    own = file.keys(top["measured"], "measured", *PricesContext._fields)
     texts = {name: own[name] for name in own if name != "cores"}
     for name, text in texts.items():
         if not isinstance(text, str):
             file.refuse(f"measured.{name}", "a string", text)
-    measured = Measured(**texts, cores=file.cores(own["cores"], "measured.cores"))
+    measured = PricesContext(**texts, cores=file.cores(own["cores"], "measured.cores"))
     parts = {name: top[name] for name in (process, *_PARTS)}
     return file.prices(parts, "", measured, process)
 
@@ -205,7 +205,7 @@ def check_prices(
     return device_warnings("plan.prices", path, device, known.name, name, _OTHER)
 
 
-class Reader:
+class PricesReader:
     """Validating reader of parts of a YAML file; its errors name the key.
 
     `where` begins each message and contains the path of the file.
@@ -221,7 +221,7 @@ class Reader:
             f"{self._remedy}"
         )
 
-    def prices(self, value: object, key: str, measured: Measured, process: str) -> Prices:
+    def prices(self, value: object, key: str, measured: PricesContext, process: str) -> Prices:
         """Parse step overheads; `process` is the key of process_bytes, see `process_key`."""
         found, at = self.keys(value, key, process, *_PARTS), f"{key}." if key else ""
         return Prices(
@@ -270,7 +270,7 @@ class Reader:
             self.refuse(f"{key}.{_LINK[1]}", "more than 0 bytes a second", bandwidth)
         return Link(self.seconds(found[_LINK[0]], f"{key}.{_LINK[0]}"), float(bandwidth))
 
-    def over(self, value: object, key: str) -> Pass:
+    def over(self, value: object, key: str) -> PassCost:
         """Parse the cost of a pass over parameters."""
-        found = self.keys(value, key, *Pass._fields)
-        return Pass(*(self.seconds(found[name], f"{key}.{name}") for name in Pass._fields))
+        found = self.keys(value, key, *PassCost._fields)
+        return PassCost(*(self.seconds(found[name], f"{key}.{name}") for name in PassCost._fields))

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine import casting
-from gpipe_hpc.planner.costs.clock import Clock
-from gpipe_hpc.planner.costs.work import Work, WorkCounter
+from gpipe_hpc.planner.costs.clock import WorkClock
+from gpipe_hpc.planner.costs.work import OperationWork, WorkCounter
 from gpipe_hpc.units import bytes_text, flops_text
 
 
@@ -33,7 +33,7 @@ class Rates:
         """Return rates with the same FLOP/s for matrix products, convolutions and attention."""
         return cls(flops_per_s, flops_per_s, flops_per_s, bytes_per_s or inf)
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: OperationWork) -> float:
         """Return the seconds that the given FLOPs and bytes take."""
         return (
             work.products / self.products
@@ -76,7 +76,7 @@ _OF_CPUS: Final = _Probe(256, 256, 2, 2, 128, 2**20)
 _OF_ACCELERATORS: Final = _Probe(8192, 2048, 64, 16, 1024, 2**26)
 
 
-def measured_rates(device: Device, precision: str, clock: Clock | None = None) -> Rates:
+def measured_rates(device: Device, precision: str, clock: WorkClock | None = None) -> Rates:
     """Measure the speed of a device for forward and backward of each kind of operation.
 
     Matrix products: a linear layer that widens by four. Convolutions: 3 x 3 over 64 channels of 28
@@ -84,7 +84,7 @@ def measured_rates(device: Device, precision: str, clock: Clock | None = None) -
     addition. The result is the median of several repetitions without the first. Uses no random
     numbers.
     """
-    clock, probe = clock or Clock(), _OF_ACCELERATORS if device.is_accelerator else _OF_CPUS
+    clock, probe = clock or WorkClock(), _OF_ACCELERATORS if device.is_accelerator else _OF_CPUS
     rates = {}
     for kind, work in _works(device, probe).items():
         with casting(precision, device), torch.enable_grad(), WorkCounter() as counter:
@@ -95,19 +95,19 @@ def measured_rates(device: Device, precision: str, clock: Clock | None = None) -
     return Rates(**rates)
 
 
-def host_copy_rate(device: Device, clock: Clock | None = None) -> float | None:
+def host_copy_rate(device: Device, clock: WorkClock | None = None) -> float | None:
     """Measure the bytes/s of copies from an accelerator to pinned host memory.
 
     Returns None on a CPU.
     """
     if not device.is_accelerator:
         return None
-    own = device.bring(torch.zeros(_COPIED, dtype=torch.uint8))
+    own = device.to_device(torch.zeros(_COPIED, dtype=torch.uint8))
     host = device.pinned(own.shape, own.dtype)
-    return _COPIED / _median_s(lambda: device.fetch_into(host, own), device, clock or Clock())
+    return _COPIED / _median_s(lambda: device.copy_to_host(host, own), device, clock or WorkClock())
 
 
-def _median_s(work: Callable[[], None], device: Device, clock: Clock) -> float:
+def _median_s(work: Callable[[], None], device: Device, clock: WorkClock) -> float:
     times: list[float] = []
     began_s = clock.now()
     while len(times) < 2 or (len(times) < _REPEATS and clock.now() - began_s < _LIMIT_S):
@@ -116,7 +116,7 @@ def _median_s(work: Callable[[], None], device: Device, clock: Clock) -> float:
 
 
 def _works(device: Device, probe: _Probe) -> Mapping[str, Callable[[], None]]:
-    """Return a function to run for each kind of operation, by field of `Work` and `Rates`."""
+    """Return a function to run for each kind of operation, by field of `Rates`."""
     rows, matrix = (
         _ramp(device, probe.rows, probe.width),
         _ramp(device, 4 * probe.width, probe.width),
@@ -155,4 +155,4 @@ def _ramp(device: Device, *shape: int) -> torch.Tensor:
     """Return a leaf tensor of small numbers of both signs, equal on every rank."""
     count = torch.Size(shape).numel()
     numbers = torch.arange(count, dtype=torch.float32).remainder(101).sub(50).div(500)
-    return device.bring(numbers.view(shape)).requires_grad_()
+    return device.to_device(numbers.view(shape)).requires_grad_()

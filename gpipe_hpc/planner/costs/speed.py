@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine import casting
-from gpipe_hpc.planner.costs.clock import Clock
+from gpipe_hpc.planner.costs.clock import WorkClock
 from gpipe_hpc.units import ranges_text
 
 ALIKE_WITHIN: Final = 1.15
@@ -23,13 +23,13 @@ _REPEATS: Final = 8
 _LIMIT_S: Final = 2.0
 
 
-def seconds_of_work(device: Device, precision: str, clock: Clock | None = None) -> float:
+def seconds_of_work(device: Device, precision: str, clock: WorkClock | None = None) -> float:
     """Measure the seconds of a device for one transformer MLP block, forward and backward.
 
     The block has two matrix products, a GELU and a normalisation. The result is the minimum of
     several repetitions without the first. Uses no random numbers.
     """
-    clock = clock or Clock()
+    clock = clock or WorkClock()
     rows = _ROWS_OF_ACCELERATORS if device.is_accelerator else _ROWS
     inputs = _ramp(device, rows, _WIDTH)
     wider, narrower = _ramp(device, _WIDTH, 4 * _WIDTH), _ramp(device, 4 * _WIDTH, _WIDTH)
@@ -52,7 +52,7 @@ def _ramp(device: Device, rows: int, columns: int) -> torch.Tensor:
     """Return small numbers of both signs, equal on every rank."""
     count = rows * columns
     numbers = torch.arange(count, dtype=torch.float32).remainder(101).sub(50).div(500)
-    return device.bring(numbers.view(rows, columns))
+    return device.to_device(numbers.view(rows, columns))
 
 
 def paces_of_times(times: Sequence[float]) -> tuple[float, ...]:

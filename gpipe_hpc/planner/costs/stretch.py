@@ -11,14 +11,20 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.planner.costs.built_layers import Bench, Loss, PassSeconds, Seconds, usual
-from gpipe_hpc.planner.costs.walk import Visit
+from gpipe_hpc.planner.costs.built_layers import (
+    ExampleLoss,
+    LayerSeconds,
+    MeasuringOptions,
+    PassSeconds,
+    usual,
+)
+from gpipe_hpc.planner.costs.walk import LayerVisit
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 @dataclass(frozen=True)
-class Member:
+class StretchLayer:
     """A layer with its times alone, which may be measured together with its neighbours.
 
     Attributes:
@@ -27,10 +33,10 @@ class Member:
       num_bytes: device memory while a stage trains the layer on one micro-batch.
     """
 
-    visit: Visit
-    loss: Loss | None
-    own: Seconds
-    host: Seconds
+    visit: LayerVisit
+    loss: ExampleLoss | None
+    own: LayerSeconds
+    host: LayerSeconds
     num_bytes: int
 
     @property
@@ -39,7 +45,7 @@ class Member:
         return self.own.forward + self.own.backward
 
 
-class Part(NamedTuple):
+class PassCorrection(NamedTuple):
     """Correction from the time of a pass alone to its time in a stage.
 
     Attributes:
@@ -57,22 +63,22 @@ class Part(NamedTuple):
         return max(self.times * own_s - min(self.saved_s, own_s / 2), self.host * host_s)
 
 
-class InStage(NamedTuple):
+class StageCorrection(NamedTuple):
     """Corrections for a forward, a backward or its halves, and a forward without a graph."""
 
-    forward: Part = Part()
-    backward: Part = Part()
-    bare: Part = Part()
+    forward: PassCorrection = PassCorrection()
+    backward: PassCorrection = PassCorrection()
+    bare: PassCorrection = PassCorrection()
 
-    def seconds(self, own: Seconds, host: Seconds) -> Seconds:
+    def seconds(self, own: LayerSeconds, host: LayerSeconds) -> LayerSeconds:
         """Return the corrected seconds of each pass of a layer."""
         parts = (self.forward, *[self.backward] * 3, self.bare, self.forward)
         pairs = zip(parts, own, host, strict=True)
-        return Seconds(*(part.seconds(own_s, host_s) for part, own_s, host_s in pairs))
+        return LayerSeconds(*(part.seconds(own_s, host_s) for part, own_s, host_s in pairs))
 
 
-_BY_HALF: Final = Part(host=0.5)
-UNKNOWN: Final = InStage(_BY_HALF, _BY_HALF, _BY_HALF)
+_BY_HALF: Final = PassCorrection(host=0.5)
+UNKNOWN: Final = StageCorrection(_BY_HALF, _BY_HALF, _BY_HALF)
 """Correction if nothing was measured: device times unchanged, host times halved."""
 
 _MOST_LAYERS: Final = 64
@@ -86,7 +92,7 @@ _MOST_TIMES: Final = 1.1  # larger factors are due to other work on the machine
 _HALVINGS: Final = 40
 
 
-def in_stage(members: Sequence[Member], bench: Bench) -> InStage:
+def in_stage(members: Sequence[StretchLayer], bench: MeasuringOptions) -> StageCorrection:
     """Measure how much faster layers run in a stage than alone, on consecutive layers.
 
     As many consecutive layers are run together as the limits of time and memory allow. Returns
@@ -107,15 +113,15 @@ def in_stage(members: Sequence[Member], bench: Bench) -> InStage:
     )
     if len(trained_s) == 1:
         both = _part(trained_s[0], [*forward, *backward])
-        return InStage(both, both, bare)
-    return InStage(_part(trained_s[0], forward), _part(trained_s[1], backward), bare)
+        return StageCorrection(both, both, bare)
+    return StageCorrection(_part(trained_s[0], forward), _part(trained_s[1], backward), bare)
 
 
-def _stretch(members: Sequence[Member], bench: Bench) -> Sequence[Member]:
+def _stretch(members: Sequence[StretchLayer], bench: MeasuringOptions) -> Sequence[StretchLayer]:
     """Return the longest sequence of consecutive layers within the time and memory limits."""
     free = bench.device.memory_free()
     most_bytes = MOST_STRETCH_BYTES if free is None else min(MOST_STRETCH_BYTES, _SHARE * free)
-    best: Sequence[Member] = ()
+    best: Sequence[StretchLayer] = ()
     first = 0
     seconds, num_bytes = 0.0, 0
     for last, member in enumerate(members):
@@ -132,7 +138,7 @@ def _stretch(members: Sequence[Member], bench: Bench) -> Sequence[Member]:
     return best
 
 
-def _usual_passes(chosen: Sequence[Member], bench: Bench) -> list[float]:
+def _usual_passes(chosen: Sequence[StretchLayer], bench: MeasuringOptions) -> list[float]:
     """Return the typical seconds of `BuiltLayers.through`, followed by those of a bare forward."""
     rows: list[tuple[float, ...]] = []
     with bench.built([member.visit for member in chosen], chosen[-1].loss) as built:
@@ -145,7 +151,7 @@ def _usual_passes(chosen: Sequence[Member], bench: Bench) -> list[float]:
     return [usual(column) for column in zip(*rows[1:], strict=True)]  # the first row is warm-up
 
 
-def _part(together_s: float, alone: Sequence[PassSeconds]) -> Part:
+def _part(together_s: float, alone: Sequence[PassSeconds]) -> PassCorrection:
     """Return the correction with which the times of single layers add up to the time together.
 
     On a CPU there is no host time; it is also unknown if layers make the host wait.
@@ -153,17 +159,28 @@ def _part(together_s: float, alone: Sequence[PassSeconds]) -> Part:
     device_s, host_s = sum(took.device for took in alone), sum(took.host for took in alone)
     if host_s:
         if together_s <= _LATE * device_s:
-            return Part()
-        return _explaining(together_s, alone, lambda share: Part(host=share), together_s / host_s)
+            return PassCorrection()
+        return _explaining(
+            together_s, alone, lambda share: PassCorrection(host=share), together_s / host_s
+        )
     if together_s >= device_s:
-        return Part(times=min(_MOST_TIMES, together_s / device_s)) if device_s else Part()
+        return (
+            PassCorrection(times=min(_MOST_TIMES, together_s / device_s))
+            if device_s
+            else PassCorrection()
+        )
     most_s = max(took.device for took in alone) / 2
-    return _explaining(together_s, alone, lambda left: Part(saved_s=most_s - left), most_s)
+    return _explaining(
+        together_s, alone, lambda left: PassCorrection(saved_s=most_s - left), most_s
+    )
 
 
 def _explaining(
-    together_s: float, alone: Sequence[PassSeconds], made: Callable[[float], Part], most: float
-) -> Part:
+    together_s: float,
+    alone: Sequence[PassSeconds],
+    made: Callable[[float], PassCorrection],
+    most: float,
+) -> PassCorrection:
     """Return the correction, made from a number up to `most`, that yields the time together.
 
     Found by bisection, as the corrected total time grows with the number.

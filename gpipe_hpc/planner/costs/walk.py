@@ -12,7 +12,7 @@ from gpipe_hpc.pytree import flatten
 T = TypeVar("T")
 
 
-class Given(NamedTuple):
+class LayerInput(NamedTuple):
     """Inputs of a layer: a nested value, and the values of skip connections that end there."""
 
     value: Any
@@ -20,13 +20,13 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Visit:
+class LayerVisit:
     """A layer with its index and inputs, as passed to the `visit` function of `walk`."""
 
     layer: Layer
     index: int
     names: SkipNames
-    given: Given
+    given: LayerInput
 
     @property
     def where(self) -> str:
@@ -35,7 +35,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Passed(Generic[T]):
+class VisitResult(Generic[T]):
     """Result of visiting a layer, with its output and stashed values for later layers."""
 
     found: T
@@ -46,7 +46,7 @@ class Passed(Generic[T]):
 def walk(
     layers: Sequence[Layer],
     inputs: Any,
-    visit: Callable[[Visit], Passed[T]],
+    visit: Callable[[LayerVisit], VisitResult[T]],
     *,
     alone: Collection[int] = (),
 ) -> tuple[list[T], Any]:
@@ -57,17 +57,17 @@ def walk(
     """
     find_skips(layers)  # raises ModelError for invalid skip connections
     value, stashed = inputs, dict[str, Any]()
-    known: dict[Hashable, list[tuple[LayerSpec, Passed[T]]]] = {}
+    known: dict[Hashable, list[tuple[LayerSpec, VisitResult[T]]]] = {}
     found: list[T] = []
     for index, layer in enumerate(layers):
         names = skip_names(layer)
-        given = Given(value, tuple(stashed.pop(name) for name in names.pops))
-        alike: list[tuple[LayerSpec, Passed[T]]] = []
+        given = LayerInput(value, tuple(stashed.pop(name) for name in names.pops))
+        alike: list[tuple[LayerSpec, VisitResult[T]]] = []
         if index not in alone:
             alike = known.setdefault((structure(given), len(names.stashes)), alike)
         passed = next((passed for spec, passed in alike if spec == layer), None)
         if passed is None:
-            passed = visit(Visit(layer, index, names, given))
+            passed = visit(LayerVisit(layer, index, names, given))
             if isinstance(layer, LayerSpec):
                 alike.append((layer, passed))
         value = passed.output

@@ -17,7 +17,7 @@ from gpipe_hpc.pytree import tensors_of
 from gpipe_hpc.torch_compat import TorchDispatchMode
 
 
-class Work(NamedTuple):
+class OperationWork(NamedTuple):
     """FLOPs of matrix products, convolutions and attention, and bytes moved by other operations."""
 
     products: int = 0
@@ -30,32 +30,32 @@ class Work(NamedTuple):
         """Return the total FLOPs."""
         return self.products + self.convolutions + self.attention
 
-    def without(self, other: "Work") -> "Work":
+    def without(self, other: "OperationWork") -> "OperationWork":
         """Return the work left after subtracting `other`, at least 0 for each kind."""
-        return Work(*(max(0, own - less) for own, less in zip(self, other, strict=True)))
+        return OperationWork(*(max(0, own - less) for own, less in zip(self, other, strict=True)))
 
     @classmethod
-    def together(cls, works: Iterable["Work"]) -> "Work":
-        """Return the sum of several `Work` counts."""
+    def together(cls, works: Iterable["OperationWork"]) -> "OperationWork":
+        """Return the sum of several `OperationWork` counts."""
         return cls(*map(sum, zip(cls(), *works, strict=True)))
 
 
-class Passes(NamedTuple):
+class PassWork(NamedTuple):
     """Work of a forward, of a backward, and of the backward for the input gradient alone."""
 
-    forward: Work = Work()
-    backward: Work = Work()
-    of_input: Work = Work()
+    forward: OperationWork = OperationWork()
+    backward: OperationWork = OperationWork()
+    of_input: OperationWork = OperationWork()
 
     @property
-    def of_weight(self) -> Work:
+    def of_weight(self) -> OperationWork:
         """Return the work of the backward for weight gradients."""
         return self.backward.without(self.of_input)
 
     @classmethod
-    def together(cls, passes: Sequence["Passes"]) -> "Passes":
+    def together(cls, passes: Sequence["PassWork"]) -> "PassWork":
         """Return the sum of the counts of several layers, pass by pass."""
-        return cls(*map(Work.together, zip(*passes, strict=True)))
+        return cls(*map(OperationWork.together, zip(*passes, strict=True)))
 
 
 _CONVOLUTIONS: Final = frozenset({"convolution", "_convolution", "convolution_backward"})
@@ -86,12 +86,12 @@ class WorkCounter:
     ) -> None:
         self._modes.__exit__(kind, error, trace)
 
-    def so_far(self) -> Work:
+    def so_far(self) -> OperationWork:
         """Return the work counted since the block began."""
         by_kind = {"products": 0, "convolutions": 0, "attention": 0}
         for operator, flops in self._flops.get_flop_counts().get("Global", {}).items():
             by_kind[_kind(_name(operator))] += flops
-        return Work(**by_kind, moved_bytes=self._moved.num_bytes)
+        return OperationWork(**by_kind, moved_bytes=self._moved.num_bytes)
 
 
 def _name(operator: Any) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import Layer, layer_name, layer_parameters, stage_layers
 from gpipe_hpc.planner.cutting.pins import Pins, pins_text
-from gpipe_hpc.planner.telling.columns import aligned, compressed
+from gpipe_hpc.planner.report.columns import aligned, compressed
 
 
 def cut_table(

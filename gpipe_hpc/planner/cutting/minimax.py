@@ -43,7 +43,7 @@ def uniform(num_layers: int, stages: int, *, allow_empty: bool = False) -> list[
     return minimax([1] * num_layers, stages, allow_empty=allow_empty)
 
 
-def by_hand(
+def check_given_cut(
     counts: Sequence[int], num_layers: int, stages: int, *, allow_empty: bool = False
 ) -> list[int]:
     """Check a partition given by the user as numbers of layers, and return it.

@@ -5,10 +5,15 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import layer_parameters, stage_layers
-from gpipe_hpc.planner.costs.gauges import MEASURED, Gauge, LayerTimes
-from gpipe_hpc.planner.cutting.minimax import by_hand, minimax, uniform
+from gpipe_hpc.planner.costs.cost_models import MEASURED, CostModel, LayerTimes
+from gpipe_hpc.planner.cutting.minimax import check_given_cut, minimax, uniform
 from gpipe_hpc.planner.cutting.pins import EndRanges, Pin, Pins, check_pinned
-from gpipe_hpc.planner.cutting.uneven import copies_for, cut_for_paces, cut_for_ranks, paces_in_rows
+from gpipe_hpc.planner.cutting.unequal_ranks import (
+    copies_for,
+    cut_for_paces,
+    cut_for_ranks,
+    paces_in_rows,
+)
 from gpipe_hpc.schedule import Costs
 
 BY_TIME: Final = "time"
@@ -140,22 +145,22 @@ class Partition(NamedTuple):
         return self._replace(counts=tuple(counts), num_ranks=num_ranks, made_on="")
 
 
-class Paces(NamedTuple):
+class Slowdowns(NamedTuple):
     """Slowdowns of slow ranks, by stage and by rank; empty if all are equal."""
 
     stages: tuple[float, ...] = ()
     ranks: tuple[float, ...] = ()
 
 
-ALIKE: Final = Paces()
+ALIKE: Final = Slowdowns()
 
 
 def choose_partition(
     policy: str | Sequence[int] | Partition,
     num_stages: int,
-    gauge: Gauge,
+    cost_model: CostModel,
     num_ranks: int | None = None,
-    paces: Paces = ALIKE,
+    paces: Slowdowns = ALIKE,
     pins: Pins = (),
 ) -> Partition:
     """Partition a model into `num_stages` by one of `POLICIES`, or as the user gave it.
@@ -173,7 +178,7 @@ def choose_partition(
 
     Raises PartitionError.
     """
-    layers = gauge.layers
+    layers = cost_model.layers
     if isinstance(policy, Partition):
         if (len(policy.counts), sum(policy.counts)) == (num_stages, len(layers)):
             made_for = policy.paces, policy.rank_paces, policy.num_ranks, policy.pins
@@ -184,7 +189,7 @@ def choose_partition(
         policy = "uniform" if policy.measure == "layers" else policy.measure
     if not isinstance(policy, str):
         # A zero given by the user requests an empty stage, which forwards its input.
-        counts = by_hand(policy, len(layers), num_stages, allow_empty=True)
+        counts = check_given_cut(policy, len(layers), num_stages, allow_empty=True)
         check_pinned(pins, counts)
         sizes = tuple(map(float, layer_parameters(layers)))
         return Partition(tuple(counts), sizes, "parameters", (), *paces, num_ranks, pins)
@@ -202,9 +207,9 @@ def choose_partition(
         )
     uniform(len(layers), num_stages)  # raises for too many stages before measuring
     EndRanges.where(pins, len(layers), num_stages)
-    times = gauge.times
+    times = cost_model.times
     costs = tuple(each.forward + each.backward for each in times)
     made = Partition(
-        (), costs, gauge.measure, times, *paces, pins=pins, is_open=policy == SIMULATED
+        (), costs, cost_model.measure, times, *paces, pins=pins, is_open=policy == SIMULATED
     )
     return made.cut_anew(num_stages, num_ranks)

@@ -110,7 +110,7 @@ class EndRanges(NamedTuple):
         return cls(tuple(low), tuple(high))
 
 
-def holds(pins: Pins, num_layers: int, num_stages: int) -> bool:
+def has_valid_cut(pins: Pins, num_layers: int, num_stages: int) -> bool:
     """Return whether some partition into `num_stages` stages satisfies all pins."""
     try:
         EndRanges.where(pins, num_layers, num_stages)

@@ -18,7 +18,7 @@ MEASURED_PACES: Final = "measured"
 """Value of `paces` that requests a measurement at the start of a run."""
 
 
-class FoundPaces(tuple[float, ...]):
+class MeasuredSlowdowns(tuple[float, ...]):
     """Slowdowns measured by all ranks: known on rank 0, empty on every other rank."""
 
 
@@ -44,7 +44,7 @@ def given_paces(request: "Request") -> tuple[float, ...] | None:
     known only on rank 0. Raises ConfigError.
     """
     given = request.paces
-    is_elsewhere = isinstance(given, FoundPaces) and not given
+    is_elsewhere = isinstance(given, MeasuredSlowdowns) and not given
     if given is None or isinstance(given, str) or is_elsewhere:
         return None
     paces = _of_one_pipeline("paces", given, _ranks_of(request), request.replicas, max)

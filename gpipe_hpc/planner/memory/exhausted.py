@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from gpipe_hpc.device.memory_snapshot import MemorySnapshot
 from gpipe_hpc.planner.forecast import RankForecast
+from gpipe_hpc.planner.report.columns import aligned
 from gpipe_hpc.planner.request import Request
-from gpipe_hpc.planner.telling.columns import aligned
 from gpipe_hpc.units import bytes_text
 
 _UNKNOWN = "-"
@@ -45,7 +45,7 @@ def _table(snapshot: MemorySnapshot, planned: RankForecast | None) -> str:
     found[4] = f"of {snapshot.num_kept} micro-batches"
     found[6] = bytes_text(snapshot.allocated)
     more = [] if planned is None else [("update", planned.update_bytes)]
-    if planned is not None and not planned.lies_apart:
+    if planned is not None and not planned.is_on_device:
         more.append(("saving", planned.saving_bytes))
     for name, part in more:
         if part:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from gpipe_hpc.comm.collectives.packed import PACK
-from gpipe_hpc.planner.costs.trial import Weight
+from gpipe_hpc.planner.costs.layer_trial import LayerWeight
 
 _WIDE: Final = 4  # bytes of a float32
 
@@ -21,8 +21,8 @@ class OptimizerMemory(NamedTuple):
       gradient_copies: number of additional copies of each trained parameter's gradient.
       outer_states: values per element, at least float32, for compressing the gradients of replicas
         (residuals).
-      apart_states: values per element, at least float32, for replicas that train separately between
-        synchronisations (anchors, outer momenta, averages in flight).
+      local_sgd_states: values per element, at least float32, for replicas that train separately
+        between synchronisations (anchors, outer momenta, averages in flight).
       process_bytes: memory of a rank's process besides tensors, on the device or host that stores
         the tensors: interpreter, libraries and communicators on the host, contexts on a device; 0
         if not measured.
@@ -40,7 +40,7 @@ class OptimizerMemory(NamedTuple):
     masters: bool = False
     gradient_copies: int = 0
     outer_states: int = 0
-    apart_states: float = 0
+    local_sgd_states: float = 0
     process_bytes: int = 0
     temporaries: int = 0
     of_all_on_device: int | None = None
@@ -61,21 +61,21 @@ class OptimizerMemory(NamedTuple):
         """
         return self._replace(
             outer_states=self.outer_states if copies > 1 else 0,
-            apart_states=self.apart_states if self.replicas > 1 else 0,
+            local_sgd_states=self.local_sgd_states if self.replicas > 1 else 0,
         )
 
-    def of_weights(self, weights: Iterable[Weight]) -> int:
+    def of_weights(self, weights: Iterable[LayerWeight]) -> int:
         """Return the bytes of optimizer state for these weights; frozen weights need none."""
         trained = [weight for weight in weights if weight.is_trained and weight.num_elements]
         states = sum(self.of_elements(w.num_elements, w.nbytes // w.num_elements) for w in trained)
         return states + self.copies_of(trained)
 
-    def copies_of(self, weights: Iterable[Weight]) -> int:
+    def copies_of(self, weights: Iterable[LayerWeight]) -> int:
         """Return the bytes that are never sharded: gradient copies and outer states."""
         trained = [weight for weight in weights if weight.is_trained]
         wide = sum(max(w.nbytes, _WIDE * w.num_elements) for w in trained)
         gradients = self.gradient_copies * sum(w.nbytes for w in trained)
-        return gradients + round((self.outer_states + self.apart_states) * wide)
+        return gradients + round((self.outer_states + self.local_sgd_states) * wide)
 
     def of_elements(self, count: int, size: int) -> int:
         """Return the bytes of states and masters for `count` elements of `size` bytes."""
@@ -83,7 +83,7 @@ class OptimizerMemory(NamedTuple):
             return (self.states + 1) * _WIDE * count
         return self.states * size * count
 
-    def update_of(self, weights: Iterable[Weight], share: float = 1.0) -> int:
+    def update_of(self, weights: Iterable[LayerWeight], share: float = 1.0) -> int:
         """Return the peak temporary bytes of an optimizer step on a `share` of the weights.
 
         Weights with master copies also need their complete gradient in float32.
@@ -99,7 +99,7 @@ class OptimizerMemory(NamedTuple):
         low = sum(w.num_elements for w in trained if self._has_master(w))
         return made + round(_WIDE * low * share)
 
-    def saving_of(self, weights: Sequence[Weight], copies: int, optimizer_bytes: int) -> int:
+    def saving_of(self, weights: Sequence[LayerWeight], copies: int, optimizer_bytes: int) -> int:
         """Return the bytes of permanent host buffers for saving checkpoints.
 
         Args:
@@ -110,29 +110,29 @@ class OptimizerMemory(NamedTuple):
         to_neighbours = self.state_of(weights, optimizer_bytes) if self.copies_to_neighbours else 0
         return in_background + to_neighbours
 
-    def state_of(self, weights: Iterable[Weight], optimizer_bytes: int) -> int:
+    def state_of(self, weights: Iterable[LayerWeight], optimizer_bytes: int) -> int:
         """Return the bytes of a rank's state that another host keeps as an in-memory checkpoint."""
         own = list(weights)
         gradients = self.gradient_copies * sum(w.nbytes for w in own if w.is_trained)
         return sum(weight.nbytes for weight in own) + optimizer_bytes - gradients
 
-    def _written(self, weights: Sequence[Weight], copies: int) -> int:
+    def _written(self, weights: Sequence[LayerWeight], copies: int) -> int:
         """Return the bytes that the first of `copies` replicas writes to a checkpoint."""
         trained = [weight for weight in weights if weight.is_trained]
         sizes = [weight.nbytes for weight in weights]
         for weight in trained:
             num = self.states + self._has_master(weight)
             sizes += num * [weight.num_elements * self._width(weight)]
-        kept = math.ceil(self.outer_states + self.apart_states)
+        kept = math.ceil(self.outer_states + self.local_sgd_states)
         sizes += [max(w.nbytes, _WIDE * w.num_elements) for w in trained] * kept
         load = [0] * copies
         for size in sizes:
             load[load.index(min(load))] += size
         return load[0]
 
-    def _width(self, weight: Weight) -> int:
+    def _width(self, weight: LayerWeight) -> int:
         own = weight.nbytes // max(1, weight.num_elements)
         return max(own, _WIDE) if self.masters else own
 
-    def _has_master(self, weight: Weight) -> bool:
+    def _has_master(self, weight: LayerWeight) -> bool:
         return self.masters and weight.nbytes < _WIDE * weight.num_elements

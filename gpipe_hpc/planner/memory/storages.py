@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gpipe_hpc.models import SkipNames
-from gpipe_hpc.planner.costs.trial import Crossing, LayerCount
+from gpipe_hpc.planner.costs.layer_trial import BoundaryBytes, LayerCount
 
 
 class LayerStorages(NamedTuple):
@@ -36,7 +36,7 @@ class LayerStorages(NamedTuple):
     state: int = 0
 
 
-class Lives(NamedTuple):
+class LifetimeBytes(NamedTuple):
     """Live bytes of one micro-batch: between F and R (`kept`), and between R and B (`full`)."""
 
     kept: int
@@ -63,7 +63,7 @@ class StageStorages:
         """Return the total bytes of some storages."""
         return sum(self.sizes[number] for number in storages)
 
-    def lives(self, recomputed: Collection[int]) -> Lives:
+    def lives(self, recomputed: Collection[int]) -> LifetimeBytes:
         """Return the live bytes of a micro-batch if the layers at these positions recompute."""
         live, inside, recreated = set(self.held), 0, 0
         made: set[int] = set()  # created in the recomputed run and not yet saved there
@@ -83,10 +83,10 @@ class StageStorages:
                 live |= layer.kept
             before = again
         kept = inside + self.nbytes(live)
-        return Lives(kept, kept + recreated)
+        return LifetimeBytes(kept, kept + recreated)
 
 
-class _Tensors(NamedTuple):
+class _PassedStorages(NamedTuple):
     """Storages of a value passed between layers, and those that receive a gradient."""
 
     storages: tuple[int, ...]
@@ -96,14 +96,14 @@ class _Tensors(NamedTuple):
 class StorageTracker:
     """Assigns numbers to the storages of a stage, layer by layer, starting with its input."""
 
-    def __init__(self, boundary: Crossing) -> None:
+    def __init__(self, boundary: BoundaryBytes) -> None:
         self._sizes: list[int] = []
         self._layers: list[LayerStorages] = []
-        self._stashed: dict[str, _Tensors] = {}
+        self._stashed: dict[str, _PassedStorages] = {}
         self._value = self._arrived(boundary)
         self._held = self._value.leaves
 
-    def receive(self, name: str, carried: Crossing) -> None:
+    def receive(self, name: str, carried: BoundaryBytes) -> None:
         """Add a value that an earlier stage stashed under a name."""
         self._stashed[name] = self._arrived(carried)
         self._held |= self._stashed[name].leaves
@@ -129,7 +129,7 @@ class StorageTracker:
         """Return the storages of the stage after its last layer."""
         return StageStorages(tuple(self._sizes), self._held, tuple(self._layers))
 
-    def _arrived(self, carried: Crossing) -> _Tensors:
+    def _arrived(self, carried: BoundaryBytes) -> _PassedStorages:
         first = len(self._sizes)
         self._sizes += carried.tensors
         return _tensors(range(first, len(self._sizes)), carried)
@@ -156,6 +156,6 @@ class StorageTracker:
         )
 
 
-def _tensors(storages: Collection[int], carried: Crossing) -> _Tensors:
+def _tensors(storages: Collection[int], carried: BoundaryBytes) -> _PassedStorages:
     pairs = zip(storages, carried.gradients, strict=True)
-    return _Tensors(tuple(storages), frozenset(number for number, nbytes in pairs if nbytes))
+    return _PassedStorages(tuple(storages), frozenset(number for number, nbytes in pairs if nbytes))

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
-from gpipe_hpc.planner.costs.trial import Crossing, LayerCount
+from gpipe_hpc.planner.costs.layer_trial import BoundaryBytes, LayerCount
 
 
-def stage_workspace(parts: Sequence[LayerCount], incoming: Crossing, outgoing: Crossing) -> int:
+def stage_workspace(
+    parts: Sequence[LayerCount], incoming: BoundaryBytes, outgoing: BoundaryBytes
+) -> int:
     """Return the peak bytes that a stage needs in addition to the activations that it keeps.
 
     The sum of the workspace of layers, the value being sent (the output in a forward, its gradient

@@ -5,15 +5,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gpipe_hpc.models import stage_layers
-from gpipe_hpc.planner.costs.trial import Weight
+from gpipe_hpc.planner.costs.layer_trial import LayerWeight
 from gpipe_hpc.planner.cutting.partition import Partition
 from gpipe_hpc.planner.cutting.simulated import has_shared_ranks
-from gpipe_hpc.planner.cutting.uneven import copies_for
+from gpipe_hpc.planner.cutting.unequal_ranks import copies_for
 from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.search.cache import SearchCache
 from gpipe_hpc.planner.search.candidates import SPLITTING, Candidate
-from gpipe_hpc.planner.search.ground import Ground
-from gpipe_hpc.planner.search.summing import copies_of, sum_time
+from gpipe_hpc.planner.search.reductions import copies_of, reductions_time
 from gpipe_hpc.planner.shares import microbatch_shares
 from gpipe_hpc.planner.stages import StageCount
 from gpipe_hpc.schedule import Placement
@@ -34,7 +34,7 @@ class CombiningOptions(NamedTuple):
     divided: bool
 
 
-def bound(candidate: Candidate, ground: Ground, base: Request, ways: CombiningOptions) -> Bound:
+def bound(candidate: Candidate, cache: SearchCache, base: Request, ways: CombiningOptions) -> Bound:
     """Return lower bounds of a layout's time and memory, valid for any order of its actions.
 
     The time is for the fastest partition and equal ranks, each as fast as the fastest; the run uses
@@ -42,26 +42,26 @@ def bound(candidate: Candidate, ground: Ground, base: Request, ways: CombiningOp
     several stages, the time is for any partition. Raises the errors of partitioning.
     """
     states = base.kept_states
-    samples = candidate.samples(ground.batch_size)
-    partition = ground.partition(
+    samples = candidate.samples(cache.batch_size)
+    partition = cache.partition(
         samples, candidate.num_stages, shared_by=candidate.shared_by, offloads=candidate.offload
     )
-    placement = ground.placement(candidate)
-    stages = ground.stages(samples, partition.counts, offloads=candidate.offload)
+    placement = cache.placement(candidate)
+    stages = cache.stages(samples, partition.counts, offloads=candidate.offload)
     times = _StageTimes.of(partition)
     if candidate.rows > 1:
-        seconds = _least_in_rows_s(candidate, ground, _copies(candidate, partition, ground), times)
+        seconds = _least_in_rows_s(candidate, cache, _copies(candidate, partition, cache), times)
     else:
-        sums = _sums(candidate, ground, stages, ways)
-        seconds = _least_s(candidate, ground, placement, times, sums)
-    pace = min([1.0, *ground.machine.cluster.paces.values()]) * _least_pace(base)
+        sums = _sums(candidate, cache, stages, ways)
+        seconds = _least_s(candidate, cache, placement, times, sums)
+    pace = min([1.0, *cache.machine.cluster.paces.values()]) * _least_pace(base)
     on_this_cut = least = pace * seconds
-    if ground.simulates_cuts and has_shared_ranks(placement):
-        least = pace * _least_of_any_cut_s(candidate, ground, placement, times)
+    if cache.simulates_cuts and has_shared_ranks(placement):
+        least = pace * _least_of_any_cut_s(candidate, cache, placement, times)
     return Bound(
         least,
         on_this_cut + _guess_s(candidate, times),
-        _least_bytes(candidate, ground, states, ways),
+        _least_bytes(candidate, cache, states, ways),
     )
 
 
@@ -95,7 +95,7 @@ class _StageTimes(NamedTuple):
 
 def _least_s(
     candidate: Candidate,
-    ground: Ground,
+    cache: SearchCache,
     placement: Placement,
     times: _StageTimes,
     sums: Sequence[float],
@@ -107,8 +107,8 @@ def _least_s(
     stage's gradients starts no earlier than its last backward.
     """
     if len(placement.routes) > 1:
-        return _least_of_any_cut_s(candidate, ground, placement, times)
-    amount, smallest = _amounts(candidate, ground)
+        return _least_of_any_cut_s(candidate, cache, placement, times)
+    amount, smallest = _amounts(candidate, cache)
     forward, backward, of_input, of_weight, least_forward = times
     splits = candidate.schedule in SPLITTING
     ahead = [0.0, *accumulate(least_forward)]
@@ -132,22 +132,22 @@ def _least_s(
 
 
 def _least_of_any_cut_s(
-    candidate: Candidate, ground: Ground, placement: Placement, times: _StageTimes
+    candidate: Candidate, cache: SearchCache, placement: Placement, times: _StageTimes
 ) -> float:
     """Return a lower bound of the step time that is valid for any partition.
 
     The larger of the total work divided by the ranks, and one micro-batch's path through all
     stages.
     """
-    amount, smallest = _amounts(candidate, ground)
+    amount, smallest = _amounts(candidate, cache)
     work = amount * (sum(times.forward) + sum(times.backward)) / placement.num_ranks
     return max(work, smallest * (sum(times.least_forward) + sum(times.of_input)))
 
 
-def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
+def _amounts(candidate: Candidate, cache: SearchCache) -> tuple[float, float]:
     """Return a replica's work and its smallest micro-batch, in units of the largest micro-batch."""
     shares = microbatch_shares(
-        ground.batch_size,
+        cache.batch_size,
         candidate.replicas * candidate.microbatches,
         range(candidate.microbatches),
     )
@@ -155,23 +155,23 @@ def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
     return amount, min(shares, default=1.0)
 
 
-def _copies(candidate: Candidate, partition: Partition, ground: Ground) -> list[int]:
+def _copies(candidate: Candidate, partition: Partition, cache: SearchCache) -> list[int]:
     """Return the number of ranks of each stage in a pipeline of partial replicas."""
     if candidate.shared_by is not None:
         return copies_for(partition.counts, partition.costs, candidate.shared_by)
-    placement = ground.placement(candidate)
+    placement = cache.placement(candidate)
     return [len(placement.holders(stage)) for stage in range(placement.num_stages)]
 
 
 def _least_in_rows_s(
-    candidate: Candidate, ground: Ground, copies: Sequence[int], times: _StageTimes
+    candidate: Candidate, cache: SearchCache, copies: Sequence[int], times: _StageTimes
 ) -> float:
     """Return a lower bound of the step time with partial replicas, without all-reduces.
 
     The busiest rank of a stage has at least the mean share of its micro-batches. As in `_least_s`,
     its first forward waits for earlier stages, and their backwards wait for its last one.
     """
-    amount, smallest = _amounts(candidate, ground)
+    amount, smallest = _amounts(candidate, cache)
     forward, backward, of_input, of_weight, least_forward = times
     splits = candidate.written.schedule in SPLITTING
     ahead = [0.0, *accumulate(least_forward)]
@@ -187,16 +187,16 @@ def _least_in_rows_s(
 
 
 def _sums(
-    candidate: Candidate, ground: Ground, stages: Sequence[StageCount], ways: CombiningOptions
+    candidate: Candidate, cache: SearchCache, stages: Sequence[StageCount], ways: CombiningOptions
 ) -> list[float]:
     """Return the shortest time of the all-reduce of each stage's gradients after its backward."""
-    placement, cluster = ground.placement(candidate), ground.machine.summing
+    placement, cluster = cache.placement(candidate), cache.machine.summing
     found = []
     for number, stage in enumerate(stages):
         ranks = copies_of(placement, number, candidate.replicas, candidate.stages)
-        nbytes = sum(ground.bucket_sizes(stage.layers, float("inf")))
+        nbytes = sum(cache.bucket_sizes(stage.layers, float("inf")))
         times = [
-            sum_time(cluster, ranks, nbytes, 1, by_host=by_host).total_s
+            reductions_time(cluster, ranks, nbytes, 1, by_host=by_host).total_s
             for by_host in (False, True)[: 1 + ways.by_host]
         ]
         found.append(min(times) * (0.5 if ways.divided else 1.0))
@@ -219,31 +219,31 @@ def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
 
 
 def _least_bytes(
-    candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: CombiningOptions
+    candidate: Candidate, cache: SearchCache, states: OptimizerMemory, ways: CombiningOptions
 ) -> float:
     """Return a lower bound, for any partition, of the bytes of the rank that needs most."""
-    placement = ground.placement(candidate)
+    placement = cache.placement(candidate)
     holders = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
     copies = candidate.replicas * max(holders) if ways.divided else 1
     states = states._replace(replicas=candidate.replicas)
     states = states.among(candidate.replicas * min(holders))
-    whole, largest = least_bytes(ground, states, copies, offloads=candidate.offload)
+    whole, largest = least_bytes(cache, states, copies, offloads=candidate.offload)
     return max(whole * min(holders) / candidate.stages, largest)
 
 
 def least_bytes(
-    ground: Ground, states: OptimizerMemory, copies: int, *, offloads: bool = False
+    cache: SearchCache, states: OptimizerMemory, copies: int, *, offloads: bool = False
 ) -> tuple[float, float]:
     """Return the permanent bytes of the whole model and of its largest layer.
 
     They include weights, gradients and optimizer state, which is sharded over `copies` replicas.
     """
-    everything = tuple(range(len(ground.layers)))
-    each = (_lasting(ground.weights((i,), offloads), states, copies) for i in everything)
-    return _lasting(ground.weights(everything, offloads), states, copies), max(each)
+    everything = tuple(range(len(cache.layers)))
+    each = (_lasting(cache.weights((i,), offloads), states, copies) for i in everything)
+    return _lasting(cache.weights(everything, offloads), states, copies), max(each)
 
 
-def _lasting(weights: Sequence[Weight], states: OptimizerMemory, copies: int) -> float:
+def _lasting(weights: Sequence[LayerWeight], states: OptimizerMemory, copies: int) -> float:
     trained = sum(weight.nbytes for weight in weights if weight.is_trained)
     whole = sum(weight.nbytes + weight.cast_bytes for weight in weights) + trained
     kept = states.copies_of(weights)

@@ -9,7 +9,7 @@ from gpipe_hpc.planner.stages import StageCount
 from gpipe_hpc.schedule import Cluster, Placement
 
 
-class Load(NamedTuple):
+class LinkLoad(NamedTuple):
     """Bytes that a step sends over one link, and whether the link connects two hosts."""
 
     nbytes: float
@@ -62,13 +62,13 @@ def add_sums(
                 found[way] = found.get(way, 0.0) + 2 * nbytes * (len(ring) - 1) / len(ring)
 
 
-def heaviest(cluster: Cluster, found: Loads) -> Load:
+def heaviest(cluster: Cluster, found: Loads) -> LinkLoad:
     """Return the largest load among the links with the lowest bandwidth in use."""
     if not found:
-        return Load(0.0, False)
+        return LinkLoad(0.0, False)
     ways = {way: cluster.link(*way) for way in found}
     slowest = min(link.bandwidth for link in ways.values())
     between = {way: cluster.host_of(way[0]) != cluster.host_of(way[1]) for way in found}
     slow = [way for way, link in ways.items() if link.bandwidth == slowest]
     way = max(slow, key=lambda each: (between[each], found[each]))
-    return Load(found[way], between[way])
+    return LinkLoad(found[way], between[way])

@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planner.advice import Known
-from gpipe_hpc.planner.costs.gauges import COUNTED, Gauge, LayerTimes, work_of
+from gpipe_hpc.planner.advice import KnownCosts
+from gpipe_hpc.planner.costs.cost_models import COUNTED, CostModel, LayerTimes, work_of
 from gpipe_hpc.planner.costs.prices import FREE as FREE_PRICES
 from gpipe_hpc.planner.costs.prices import Prices
 from gpipe_hpc.planner.costs.rates import Rates
-from gpipe_hpc.planner.costs.work import Passes
-from gpipe_hpc.planner.step_time import Crowd
+from gpipe_hpc.planner.costs.work import PassWork
+from gpipe_hpc.planner.step_time import Oversubscription
 from gpipe_hpc.schedule import Cluster, Link
 
 FREE: Final = Link()
@@ -44,9 +44,9 @@ class Machine:
         return self.cluster if link == FREE else replace(self.cluster, within=link)
 
     @property
-    def crowd(self) -> Crowd | None:
+    def crowd(self) -> Oversubscription | None:
         """Return ranks and cores of the host with most ranks, or None if the cores are unknown."""
-        return None if self.cores is None else Crowd(max(self.cluster.hosts), self.cores)
+        return None if self.cores is None else Oversubscription(max(self.cluster.hosts), self.cores)
 
     @property
     def num_ranks(self) -> int:
@@ -58,14 +58,14 @@ class Machine:
         """Return whether links are unknown, so that transfers take no time."""
         return self.cluster.within == FREE and self.cluster.between == FREE
 
-    def priced(self, gauge: Gauge) -> Known:
+    def priced(self, cost_model: CostModel) -> KnownCosts:
         """Convert counted FLOPs to seconds on this machine; measured seconds are unchanged."""
-        times = gauge.times
-        if gauge.measure == COUNTED:
-            times = tuple(map(self._seconds, work_of(gauge.count)))
-        return Known(gauge.layers, times, gauge.count)
+        times = cost_model.times
+        if cost_model.measure == COUNTED:
+            times = tuple(map(self._seconds, work_of(cost_model.count)))
+        return KnownCosts(cost_model.layers, times, cost_model.count)
 
-    def _seconds(self, work: Passes) -> LayerTimes:
+    def _seconds(self, work: PassWork) -> LayerTimes:
         forward = self.rates.seconds(work.forward) + self.layer_s
         of_input = self.rates.seconds(work.of_input) + self.layer_s
         of_weight = self.rates.seconds(work.of_weight)

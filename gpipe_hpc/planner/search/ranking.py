@@ -16,9 +16,14 @@ from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.planner.cutting.simulated import has_shared_ranks
 from gpipe_hpc.planner.request import Request
 from gpipe_hpc.planner.search.bounds import Bound, CombiningOptions, bound
+from gpipe_hpc.planner.search.cache import SearchCache
 from gpipe_hpc.planner.search.candidates import Candidate, Space
-from gpipe_hpc.planner.search.ground import Ground
-from gpipe_hpc.planner.search.trial import Choices, MemoryExcess, Trial, try_out
+from gpipe_hpc.planner.search.trial import (
+    CandidateEvaluation,
+    CombiningChoices,
+    MemoryExcess,
+    try_out,
+)
 
 MOST_ACTIONS: Final = 1_000_000
 """Limit over all tables that a search simulates: a million actions take 10 to 20 seconds."""
@@ -47,7 +52,7 @@ class Ranking:
         layouts whose ranks hold several stages were not tried with simulated partitions.
     """
 
-    trials: tuple[Trial, ...]
+    trials: tuple[CandidateEvaluation, ...]
     num_layouts: int
     num_simulated: int
     num_refused: int
@@ -86,7 +91,7 @@ def merged(rankings: Sequence[Ranking]) -> Ranking:
     )
 
 
-def _by_time(trial: Trial) -> tuple[float, int]:
+def _by_time(trial: CandidateEvaluation) -> tuple[float, int]:
     return trial.step_s, trial.nbytes
 
 
@@ -99,7 +104,7 @@ class _Tally:
       impossible: candidates that cannot be built.
     """
 
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[CandidateEvaluation] = field(default_factory=list)
     refused: list[GpipeError] = field(default_factory=list)
     unpinned: list[PartitionError] = field(default_factory=list)
     num_too_much: int = 0
@@ -112,7 +117,9 @@ class _Tally:
     def best_s(self) -> float:
         return min((each.step_s for each in self.trials), default=float("inf"))
 
-    def add(self, candidate: Candidate, trial: Callable[[], Trial | MemoryExcess]) -> None:
+    def add(
+        self, candidate: Candidate, trial: Callable[[], CandidateEvaluation | MemoryExcess]
+    ) -> None:
         """Try a layout and record the result."""
         self.num_actions += num_actions(candidate)
         try:
@@ -121,7 +128,7 @@ class _Tally:
             self.refused.append(error)
             self.impossible.add(candidate)
             return
-        if isinstance(found, Trial):
+        if isinstance(found, CandidateEvaluation):
             self.trials.append(found)
             self.asked[found.candidate] = candidate
             return
@@ -144,7 +151,7 @@ def most_bytes(base: Request) -> float | None:
     return max(float(each) for each in given)
 
 
-def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ranking:
+def search(space: Space, cache: SearchCache, most_actions: int = MOST_ACTIONS) -> Ranking:
     """Rank the layouts of a space that fit in memory by step time, then by memory.
 
     Layouts are compared with partitions of even stages. The best few are then tried with simulated
@@ -152,7 +159,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     setting for that. The search stops after `most_actions` simulated actions. Raises PartitionError
     if no layout satisfies the pins.
     """
-    choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
+    choices = CombiningChoices.of(space.base, space.fixed, len(cache.machine.cluster.hosts))
     limit = most_bytes(space.base)
     tally = _Tally()
     bounded: list[tuple[Bound, Candidate]] = []
@@ -162,7 +169,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     for candidate in space:
         num_layouts += 1
         try:
-            ground.check_pins(candidate.num_stages)
+            cache.check_pins(candidate.num_stages)
         except PartitionError as error:
             tally.unpinned.append(error)
             continue
@@ -171,7 +178,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
             continue
         try:
             ways = CombiningOptions("host" in choices.hierarchies, "flat" in choices.shards)
-            found = bound(candidate, ground, space.base, ways)
+            found = bound(candidate, cache, space.base, ways)
         except GpipeError as error:
             tally.refused.append(error)
             continue
@@ -183,21 +190,19 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
             bounded.append((found, candidate))
     if tally.unpinned and len(tally.unpinned) == num_layouts:
         raise tally.unpinned[-1]
-    left = _simulate(bounded, ground, space, choices, tally, most_actions) + large
+    left = _simulate(bounded, cache, space, choices, tally, most_actions) + large
     if tally.nearest is None and not tally.trials:
-        tally.nearest = _nearest(hopeless, ground, space, choices)
+        tally.nearest = _nearest(hopeless, cache, space, choices)
     tally.trials.sort(key=_by_time)
-    asks_for_cuts = ground.cuts_by_time and not (
-        ground.simulates_cuts or "partition" in space.fixed
-    )
+    asks_for_cuts = cache.cuts_by_time and not (cache.simulates_cuts or "partition" in space.fixed)
     uncut: list[tuple[Bound, Candidate]] = []
-    if ground.simulates_cuts or asks_for_cuts:
+    if cache.simulates_cuts or asks_for_cuts:
         done = {tally.asked[each.candidate] for each in tally.trials[:_CUT_AGAIN]}
         done |= tally.impossible
         behind = ((known, each) for known, each in (*bounded, *large) if each not in done)
-        uncut = [pair for pair in behind if has_shared_ranks(ground.placement(pair[1]))]
-        _cut_again(tally, ground, space, choices)
-    if ground.simulates_cuts:
+        uncut = [pair for pair in behind if has_shared_ranks(cache.placement(pair[1]))]
+        _cut_again(tally, cache, space, choices)
+    if cache.simulates_cuts:
         left += uncut  # tried or not: their bounds are valid for any cut
     return Ranking(
         tuple(tally.trials),
@@ -214,48 +219,51 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     )
 
 
-def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) -> None:
+def _cut_again(tally: _Tally, cache: SearchCache, space: Space, choices: CombiningChoices) -> None:
     """Time the best layouts with simulated partitions if ranks hold several stages.
 
     If runs simulate partitions anyway, these times replace the others; else a layout requests a
     simulated partition if the gain is large enough.
     """
-    opened = ground.with_open_cuts()
-    worth = math.inf if ground.simulates_cuts else _WORTH_CUTTING
+    opened = cache.with_open_cuts()
+    worth = math.inf if cache.simulates_cuts else _WORTH_CUTTING
     for at, trial in enumerate(tally.trials[:_CUT_AGAIN]):
-        if not has_shared_ranks(ground.placement(trial.candidate)):
+        if not has_shared_ranks(cache.placement(trial.candidate)):
             continue
-        asking = replace(trial.candidate, simulates_cut=not ground.simulates_cuts)
+        asking = replace(trial.candidate, simulates_cut=not cache.simulates_cuts)
         with suppress(GpipeError):  # keep the cut that fits
             found = try_out(asking, opened, space.base, choices)
-            if isinstance(found, Trial) and found.step_s < worth * trial.step_s:
+            if isinstance(found, CandidateEvaluation) and found.step_s < worth * trial.step_s:
                 tally.trials[at] = found
     tally.trials.sort(key=_by_time)
 
 
 def _nearest(
-    hopeless: Sequence[tuple[Bound, Candidate]], ground: Ground, space: Space, choices: Choices
+    hopeless: Sequence[tuple[Bound, Candidate]],
+    cache: SearchCache,
+    space: Space,
+    choices: CombiningChoices,
 ) -> MemoryExcess | None:
     """Return, of layouts that cannot fit, the one that exceeds the memory least."""
     by_need = sorted(hopeless, key=lambda each: (each[0].nbytes, -each[1].microbatches))
     tally = _Tally()
     for _, candidate in by_need[:_FEW]:
-        tally.add(candidate, partial(try_out, candidate, ground, space.base, choices))
+        tally.add(candidate, partial(try_out, candidate, cache, space.base, choices))
     return tally.nearest
 
 
 def _simulate(
     bounded: Sequence[tuple[Bound, Candidate]],
-    ground: Ground,
+    cache: SearchCache,
     space: Space,
-    choices: Choices,
+    choices: CombiningChoices,
     tally: _Tally,
     most_actions: int,
 ) -> list[tuple[Bound, Candidate]]:
     """Simulate layouts, the most promising first; return those that were not tried."""
 
     def run(candidate: Candidate) -> None:
-        tally.add(candidate, partial(try_out, candidate, ground, space.base, choices))
+        tally.add(candidate, partial(try_out, candidate, cache, space.base, choices))
 
     by_guess = sorted(bounded, key=lambda each: each[0].probably_s)
     left = []

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from gpipe_hpc.planner.advice import Known
+from gpipe_hpc.planner.advice import KnownCosts
 from gpipe_hpc.planner.costs.calibration import Calibration
-from gpipe_hpc.planner.costs.gauges import MEASURED, Counted, LayerTimes, work_of
+from gpipe_hpc.planner.costs.cost_models import MEASURED, CountedCosts, LayerTimes, work_of
 from gpipe_hpc.planner.costs.rates import Rates
 from gpipe_hpc.planner.search.machine import Machine
 
@@ -24,7 +24,7 @@ class Scaling:
     found: Calibration
     path: str
     samples: int
-    counted: Counted
+    counted: CountedCosts
 
     def text(self) -> str:
         """Describe the source of the layer times."""
@@ -46,7 +46,7 @@ class Scaling:
         rate = flops / took_s if flops and took_s else 1.0
         return Rates.alike(rate, rate / _FLOPS_A_BYTE)
 
-    def scaled(self, counted: Counted, machine: Machine, pace: float) -> Known:
+    def scaled(self, counted: CountedCosts, machine: Machine, pace: float) -> KnownCosts:
         """Return the layer times for another micro-batch size.
 
         `pace` is the slowdown of the rank that measured. Passes without counted work scale with the
@@ -63,4 +63,4 @@ class Scaling:
             )
             for parts in zip(self.found.layers, here, there, strict=True)
         ]
-        return Known(counted.layers, tuple(times), counted.count, MEASURED)
+        return KnownCosts(counted.layers, tuple(times), counted.count, MEASURED)

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from gpipe_hpc.planner.report.columns import aligned
 from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.search.cache import SearchCache
 from gpipe_hpc.planner.search.candidates import Space
-from gpipe_hpc.planner.search.ground import Ground
+from gpipe_hpc.planner.search.explanation import explain_slower
 from gpipe_hpc.planner.search.machine import FREE
 from gpipe_hpc.planner.search.ranking import Ranking
-from gpipe_hpc.planner.search.trial import Trial
-from gpipe_hpc.planner.search.why import why_worse
-from gpipe_hpc.planner.telling.columns import aligned
+from gpipe_hpc.planner.search.trial import CandidateEvaluation
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.units import bytes_text, flops_text
 
@@ -36,12 +36,12 @@ _HEAD: Final = (
 )
 
 
-def machine_text(ground: Ground, space: Space, measured: str = "") -> str:
+def machine_text(cache: SearchCache, space: Space, measured: str = "") -> str:
     """Describe the assumed ranks and links, and the settings not tried because these are unknown.
 
     `measured`: how layers are measured; empty if their FLOPs are counted.
     """
-    machine = ground.machine
+    machine = cache.machine
     cluster = machine.cluster
     hosts = sorted(set(cluster.hosts))
     each = f"{hosts[0]}" if len(hosts) == 1 else f"{hosts[0]} to {hosts[-1]}"
@@ -76,7 +76,9 @@ def machine_text(ground: Ground, space: Space, measured: str = "") -> str:
     return "\n".join(lines)
 
 
-def precisions_text(searched: Iterable[tuple[Space, Ground]], *, is_measured: bool = False) -> str:
+def precisions_text(
+    searched: Iterable[tuple[Space, SearchCache]], *, is_measured: bool = False
+) -> str:
     """List the compared precisions, with the assumed rates if layers are not measured."""
     entries = [
         f"{s.precision}" + ("" if is_measured else f" {flops_text(g.machine.rates.products)}/s")
@@ -128,34 +130,34 @@ def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> s
         found.append(line)
         found.append("   " + " ".join(trial.overrides(base)))
         if trial is not shown[0]:
-            found.append(f"   {why_worse(trial, shown[0])}")
+            found.append(f"   {explain_slower(trial, shown[0])}")
     return "\n".join(found)
 
 
-def notes_text(ground: Ground, layers: str, prices: str) -> str:
+def notes_text(cache: SearchCache, layers: str, prices: str) -> str:
     """Describe the assumptions behind the figures of a search.
 
     `layers` is the source of layer times, `prices` the setting with the overheads of a step.
     """
     rest = "and the rest is free: reading data, the optimizer step, kernels that share a device"
-    if ground.machine.prices.measured is not None:
+    if cache.machine.prices.measured is not None:
         rest = f"and step overheads are those of {prices}; reading data is free"
-    is_known = ground.machine.prices.process_bytes > 0
+    is_known = cache.machine.prices.process_bytes > 0
     process = f"and the process's memory besides tensors of {prices}"
     if not is_known:
         process = "without memory that kernels and libraries allocate themselves"
     lines = [_NOTES.format(layers=layers, rest=rest, process=process)]
-    crowd = ground.machine.crowd
+    crowd = cache.machine.crowd
     return "\n".join(lines if crowd is None or not crowd.is_full else [*lines, f"{crowd}."])
 
 
-def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
+def distinct(trials: Sequence[CandidateEvaluation], most: int) -> list[CandidateEvaluation]:
     """Return the first trials, with at most two schedules per shape.
 
     A shape consists of replicas, stages, micro-batches, recomputation and precision.
     """
     seen: dict[tuple[object, ...], int] = {}
-    found: list[Trial] = []
+    found: list[CandidateEvaluation] = []
     for trial in trials:
         each = trial.candidate.written
         key = each.replicas, each.stages, each.microbatches, each.recompute, each.precision
@@ -165,7 +167,7 @@ def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
     return found
 
 
-def _figures(trial: Trial, batch_size: int) -> list[str]:
+def _figures(trial: CandidateEvaluation, batch_size: int) -> list[str]:
     causes = [f"{100 * share:.1f} %" for share in (trial.bubble, *trial.causes)]
     off = trial.cut_distance
     link = "-"

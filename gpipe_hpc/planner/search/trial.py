@@ -11,21 +11,21 @@ from gpipe_hpc.planner.cutting.partition import Partition
 from gpipe_hpc.planner.forecast import activation_memory, rank_states
 from gpipe_hpc.planner.layout import lay_out_compute
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
-from gpipe_hpc.planner.memory.sharing import Sharing
+from gpipe_hpc.planner.memory.sharing import OptimizerSharing
 from gpipe_hpc.planner.ordering import paces_of, shared_by
 from gpipe_hpc.planner.request import Request
+from gpipe_hpc.planner.search.cache import SearchCache
 from gpipe_hpc.planner.search.candidates import LEAST, Candidate
-from gpipe_hpc.planner.search.ground import Ground
-from gpipe_hpc.planner.search.links import Load, add_sums, boundary_loads, heaviest
-from gpipe_hpc.planner.search.summing import Sum, copies_of, sum_time
+from gpipe_hpc.planner.search.links import LinkLoad, add_sums, boundary_loads, heaviest
+from gpipe_hpc.planner.search.reductions import StageReduction, copies_of, reductions_time
 from gpipe_hpc.planner.shares import microbatch_shares
 from gpipe_hpc.planner.step_time import (
     SimulatedTable,
     StepTime,
     action_costs,
-    held_by_ranks,
     of_replicas,
     reduced_s,
+    updated_by_ranks,
     with_copies,
 )
 from gpipe_hpc.schedule import (
@@ -55,7 +55,7 @@ class Combining(NamedTuple):
         return self.hierarchy == "host"
 
 
-class Choices(NamedTuple):
+class CombiningChoices(NamedTuple):
     """Values to try for each setting of `Combining`."""
 
     shards: tuple[str, ...]
@@ -63,7 +63,7 @@ class Choices(NamedTuple):
     buckets: tuple[float, ...]
 
     @classmethod
-    def of(cls, base: Request, fixed: frozenset[str], num_hosts: int) -> "Choices":
+    def of(cls, base: Request, fixed: frozenset[str], num_hosts: int) -> "CombiningChoices":
         """Return the values to try, given the user's settings and the names that are fixed."""
         outer = base.combining
         is_usual = (
@@ -89,7 +89,7 @@ class Choices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trial:
+class CandidateEvaluation:
     """A simulated layout; times in seconds, sizes in bytes.
 
     Attributes:
@@ -99,7 +99,7 @@ class Trial:
       load: traffic of the slowest link.
       partition, placement: the assignment of layers to stages, and of stages to ranks.
       combining: settings for combining gradients; None without replicas.
-      beside_s: time after pipeline and all-reduces: clipping, optimizer and overhead.
+      overhead_s: time after pipeline and all-reduces: clipping, optimizer and overhead.
     """
 
     candidate: Candidate
@@ -109,11 +109,11 @@ class Trial:
     causes: BubbleCauses
     nbytes: int
     rank: int
-    load: Load
+    load: LinkLoad
     partition: Partition
     placement: Placement
     combining: Combining | None = None
-    beside_s: float = 0.0
+    overhead_s: float = 0.0
 
     @property
     def cut_distance(self) -> Distance | None:
@@ -166,44 +166,44 @@ class MemoryExcess(NamedTuple):
 
 
 def try_out(
-    candidate: Candidate, ground: Ground, base: Request, choices: Choices
-) -> Trial | MemoryExcess:
+    candidate: Candidate, cache: SearchCache, base: Request, choices: CombiningChoices
+) -> CandidateEvaluation | MemoryExcess:
     """Lay out a candidate and, if it fits in memory, simulate it.
 
     With `LEAST`, as few layers as needed are recomputed. If nothing fits, the result is full or no
     recomputation, whichever exceeds the memory less. Raises the errors of laying out:
     PartitionError if no recomputation fits, ScheduleError for an impossible schedule.
     """
-    laid = lay_out_in_memory(candidate, ground, base, choices)
+    laid = lay_out_in_memory(candidate, cache, base, choices)
     return laid if isinstance(laid, MemoryExcess) else laid.timed()
 
 
 def lay_out_in_memory(
-    candidate: Candidate, ground: Ground, base: Request, choices: Choices
-) -> "LaidOut | MemoryExcess":
+    candidate: Candidate, cache: SearchCache, base: Request, choices: CombiningChoices
+) -> "CandidateTable | MemoryExcess":
     """Lay out a candidate as `try_out` does, without simulating it."""
     if candidate.recompute != LEAST:
-        return _laid_out(candidate, ground, base, choices)
-    plain = _laid_out(replace(candidate, recompute="never"), ground, base, choices)
-    if isinstance(plain, LaidOut):
+        return _laid_out(candidate, cache, base, choices)
+    plain = _laid_out(replace(candidate, recompute="never"), cache, base, choices)
+    if isinstance(plain, CandidateTable):
         return plain
     if plain.lasting_bytes < plain.nbytes - plain.excess_bytes:
         with suppress(PartitionError):  # no recomputation fits
-            return _laid_out(replace(candidate, recompute="budget"), ground, base, choices)
-    thrifty = _laid_out(replace(candidate, recompute="except_last"), ground, base, choices)
-    if isinstance(thrifty, LaidOut) or thrifty.excess_bytes < plain.excess_bytes:
+            return _laid_out(replace(candidate, recompute="budget"), cache, base, choices)
+    thrifty = _laid_out(replace(candidate, recompute="except_last"), cache, base, choices)
+    if isinstance(thrifty, CandidateTable) or thrifty.excess_bytes < plain.excess_bytes:
         return thrifty
     return plain
 
 
 def _laid_out(
-    candidate: Candidate, ground: Ground, base: Request, choices: Choices
-) -> "LaidOut | MemoryExcess":
+    candidate: Candidate, cache: SearchCache, base: Request, choices: CombiningChoices
+) -> "CandidateTable | MemoryExcess":
     asked, ways = candidate.of(base), list(choices.all())
     if candidate.recompute == "budget":
         # Recomputation fills the free memory, which is largest with a sharded optimizer state.
         ways = [way for way in ways if way.shard == ways[-1].shard]
-    laid = LaidOut(candidate, ground, _combined(asked, ways[0]))
+    laid = CandidateTable(candidate, cache, _combined(asked, ways[0]))
     limits = memory_limits(asked)
     if laid.is_alone:
         ways = ways[:1]
@@ -223,28 +223,28 @@ def _combined(asked: Request, way: Combining) -> Request:
     return replace(asked, outer=replace(asked.combining, **way._asdict()))
 
 
-class LaidOut:
+class CandidateTable:
     """The schedule table of a candidate without communication, and the data needed to time it."""
 
-    def __init__(self, candidate: Candidate, ground: Ground, asked: Request) -> None:
+    def __init__(self, candidate: Candidate, cache: SearchCache, asked: Request) -> None:
         """Lay out the candidate with the settings `asked`."""
-        self.candidate, self.ground, self.asked = candidate, ground, asked
-        samples = candidate.samples(ground.batch_size)
-        gauge = ground.gauge(samples, offloads=candidate.offload)
-        partition = ground.partition(
+        self.candidate, self.cache, self.asked = candidate, cache, asked
+        samples = candidate.samples(cache.batch_size)
+        cost_model = cache.cost_model(samples, offloads=candidate.offload)
+        partition = cache.partition(
             samples,
             candidate.num_stages,
             paces_of(asked),
             shared_by(asked),
             offloads=candidate.offload,
         )
-        found = lay_out_compute(replace(asked, partition=partition), gauge)
-        self.model, self.partition = gauge.count, found.partition
+        found = lay_out_compute(replace(asked, partition=partition), cost_model)
+        self.model, self.partition = cost_model.count, found.partition
         self.table: Schedule = found.table
         self.recomputed = found.budget.recomputed if found.budget else None
-        self.stages = ground.stages(samples, found.partition.counts, offloads=candidate.offload)
+        self.stages = cache.stages(samples, found.partition.counts, offloads=candidate.offload)
         self.shares = microbatch_shares(
-            ground.batch_size,
+            cache.batch_size,
             candidate.replicas * candidate.microbatches,
             range(candidate.microbatches),
         )
@@ -269,18 +269,20 @@ class LaidOut:
             for rank, peak in enumerate(self.peaks)
         ]
 
-    def _sharing(self, way: Combining) -> Sharing | None:
+    def _sharing(self, way: Combining) -> OptimizerSharing | None:
         copies = [
             self.candidate.replicas * len(self.table.placement.holders(stage))
             for stage in range(len(self.stages))
         ]
         buckets = tuple(
-            self.ground.buckets(stage.layers, way.bucket_bytes) if number > 1 else ()
+            self.cache.buckets(stage.layers, way.bucket_bytes) if number > 1 else ()
             for stage, number in zip(self.stages, copies, strict=True)
         )
-        return Sharing.of(way.shard, self.candidate.replicas, buckets)
+        return OptimizerSharing.of(way.shard, self.candidate.replicas, buckets)
 
-    def with_ways(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> "LaidOut":
+    def with_ways(
+        self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]
+    ) -> "CandidateTable":
         """Set the ways to combine gradients that fit in memory; return this object.
 
         `held` has the bytes of each rank by value of `shard`.
@@ -288,16 +290,16 @@ class LaidOut:
         self._ways, self._held = ways, held
         return self
 
-    def timed(self) -> Trial:
+    def timed(self) -> CandidateEvaluation:
         """Simulate the layout and choose the fastest way to combine gradients."""
         ways, held = self._ways, self._held
-        piped = SimulatedTable(self.table, self._costs(), self.ground.machine.prices)
+        piped = SimulatedTable(self.table, self._costs(), self.cache.machine.prices)
         self._refuse_idle_copies(piped.slowest)
         steps = {way: self._step(piped, way) for way in ways}
         best = min(ways, key=lambda way: (steps[way].total_s, max(held[way.shard])))
         step_s, timeline = steps[best].total_s, piped.slowest
         own = held[best.shard]
-        return Trial(
+        return CandidateEvaluation(
             candidate=self.candidate,
             request=self.asked if self.is_alone else _combined(self.asked, best),
             step_s=step_s,
@@ -309,19 +311,19 @@ class LaidOut:
             partition=self.partition,
             placement=self.table.placement,
             combining=None if self.is_alone else best,
-            beside_s=step_s - steps[best].reduction_s - timeline.end_of_compute,
+            overhead_s=step_s - steps[best].reduction_s - timeline.end_of_compute,
         )
 
     def _step(self, piped: SimulatedTable, way: Combining) -> StepTime:
         """Return the step time for one way to combine gradients."""
-        machine, placement, counts = self.ground.machine, self.table.placement, self._counts
+        machine, placement, counts = self.cache.machine, self.table.placement, self._counts
         over_s = piped.end_s
         if not self.is_alone:
             sums = [self._sum(way, stage) for stage in range(len(self.stages))]
             outer = replace(self.asked.combining, **way._asdict())
             over_s = reduced_s(placement, piped, sums, outer, counts, self.partition.times)
         copies = 1 if way.shard == "none" else self.candidate.replicas
-        held = held_by_ranks(self.model, counts, placement, copies)
+        held = updated_by_ranks(self.model, counts, placement, copies)
         return piped.step(over_s, held, clips=machine.clips, crowd=machine.crowd)
 
     @property
@@ -343,25 +345,25 @@ class LaidOut:
 
     def _costs(self) -> list[Costs]:
         """Return the costs of actions for each distinct kind of replica."""
-        machine = self.ground.machine
+        machine = self.cache.machine
         costs = action_costs(self.partition, self.stages, self.recomputed, self.shares)
         costs = with_copies(
             costs, self.table, self.stages, self.recomputed, machine.host_bytes_per_s
         )
         return of_replicas(machine.cluster, self.table, costs, self.candidate.replicas)
 
-    def _sum(self, way: Combining, stage: int) -> Sum:
-        buckets = self.ground.bucket_sizes(self.stages[stage].layers, way.bucket_bytes)
+    def _sum(self, way: Combining, stage: int) -> StageReduction:
+        buckets = self.cache.bucket_sizes(self.stages[stage].layers, way.bucket_bytes)
         ranks = copies_of(
             self.table.placement, stage, self.candidate.replicas, self.candidate.stages
         )
-        cluster = self.ground.machine.summing
-        time = sum_time(cluster, ranks, sum(buckets), len(buckets), by_host=way.is_by_host)
-        return Sum(time, buckets)
+        cluster = self.cache.machine.summing
+        time = reductions_time(cluster, ranks, sum(buckets), len(buckets), by_host=way.is_by_host)
+        return StageReduction(time, buckets)
 
-    def _load(self, way: Combining) -> Load:
+    def _load(self, way: Combining) -> LinkLoad:
         """Return the bytes that a step sends over the most loaded of the slowest links."""
-        cluster, placement = self.ground.machine.cluster, self.table.placement
+        cluster, placement = self.cache.machine.cluster, self.table.placement
         first = boundary_loads(self.stages, placement, self.shares)
         found = {
             (replica * self.candidate.stages + a, replica * self.candidate.stages + b): nbytes

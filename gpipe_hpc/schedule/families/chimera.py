@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.families.options import even_ranks, whole
+from gpipe_hpc.schedule.families.options import check_integer, even_ranks
 from gpipe_hpc.schedule.families.orders import in_slots, tabulate
 from gpipe_hpc.schedule.search.list_scheduling import Rules, list_schedule
 from gpipe_hpc.schedule.table.actions import Action, Op
@@ -34,7 +34,7 @@ def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "d
     Chimera, SC 2021, figures 3, 6 and 8.
     """
     even_ranks("chimera", ranks)
-    whole("chimera", "pipelines", pipelines, least=2)
+    check_integer("chimera", "pipelines", pipelines, least=2)
     if pipelines % 2 or ranks % pipelines:
         allowed = [count for count in range(2, ranks + 1, 2) if ranks % count == 0]
         raise ScheduleError(

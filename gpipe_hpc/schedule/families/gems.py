@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.options import check_integer
 from gpipe_hpc.schedule.families.orders import tabulate
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.placements import mirrored
@@ -28,7 +28,7 @@ def gems(ranks: int, microbatches: int, replications: int | None = None) -> Sche
     """
     num_passes = microbatches
     if replications is not None:
-        num_passes = 2 * whole("gems", "replications", replications)
+        num_passes = 2 * check_integer("gems", "replications", replications)
     if num_passes > microbatches:
         raise ScheduleError(
             f"schedule 'gems': {replications} replications need at least {num_passes} "

@@ -1,6 +1,6 @@
 """Hanayo: wave-shaped stages down and up the ranks, with a single copy of the weights."""
 
-from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.options import check_integer
 from gpipe_hpc.schedule.families.orders import tabulate
 from gpipe_hpc.schedule.search.list_scheduling import Priority, Rules, list_schedule
 from gpipe_hpc.schedule.table.actions import Op
@@ -22,7 +22,7 @@ def hanayo(ranks: int, microbatches: int, waves: int = 2) -> Schedule:
     order is below it or within 7 %. Source: Liu et al., Hanayo, SC 2023, figures 5 and 6; the order
     is made by list scheduling.
     """
-    num_waves = whole("hanayo", "waves", waves)
+    num_waves = check_integer("hanayo", "waves", waves)
     placement = wave(ranks, num_waves, microbatches)
     num_stages = placement.num_stages
     rules = Rules(

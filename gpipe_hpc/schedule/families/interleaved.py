@@ -2,7 +2,7 @@
 
 from itertools import chain, pairwise
 
-from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.options import check_integer
 from gpipe_hpc.schedule.families.orders import tabulate
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.placements import looped
@@ -22,7 +22,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
     than that. With equal stages and M a multiple of K, a step takes (v M + K - 1)(F + B). Source:
     Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021, figure 4.
     """
-    num_loops = whole("interleaved", "stages_per_rank", stages_per_rank)
+    num_loops = check_integer("interleaved", "stages_per_rank", stages_per_rank)
     rounds = _rounds(ranks, microbatches)
     warmup = (num_loops - 1) * max(map(len, rounds))
     forwards = [(loop, index) for one in rounds for loop in range(num_loops) for index in one]

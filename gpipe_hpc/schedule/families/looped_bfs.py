@@ -1,6 +1,6 @@
 """Looped BFS: several stages per rank, each run over all micro-batches before the next."""
 
-from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.options import check_integer
 from gpipe_hpc.schedule.families.orders import tabulate
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.placements import looped
@@ -19,7 +19,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     stages, a step takes (v max(M, K) + min(M, K) - 1)(F + B). Source: Lamy-Poirier, Breadth-First
     Pipeline Parallelism, MLSys 2023, figure 4.
     """
-    num_loops = whole("looped_bfs", "stages_per_rank", stages_per_rank)
+    num_loops = check_integer("looped_bfs", "stages_per_rank", stages_per_rank)
     rows: list[list[Action]] = []
     for rank in range(ranks):
         stages, each = range(rank, ranks * num_loops, ranks), range(microbatches)

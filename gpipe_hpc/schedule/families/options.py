@@ -3,7 +3,7 @@
 from gpipe_hpc.errors import ScheduleError
 
 
-def whole(schedule: str, option: str, value: object, least: int = 1) -> int:
+def check_integer(schedule: str, option: str, value: object, least: int = 1) -> int:
     """Return an option that must be an integer of at least `least`, or raise `ScheduleError`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ScheduleError(

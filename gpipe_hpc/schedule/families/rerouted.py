@@ -8,7 +8,7 @@ from typing import Final
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.families.gpipe import gpipe
 from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
-from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.options import check_integer
 from gpipe_hpc.schedule.families.orders import tabulate
 from gpipe_hpc.schedule.families.zero_bubble import zb_h1
 from gpipe_hpc.schedule.search.list_scheduling import Rules, list_schedule
@@ -67,7 +67,7 @@ def rerouted(
     return tabulate(
         "rerouted",
         placement,
-        _ORDERS[order](placement, whole("rerouted", "room", room), slow),
+        _ORDERS[order](placement, check_integer("rerouted", "room", room), slow),
     )
 
 
@@ -85,7 +85,7 @@ def in_rows(
         copies: number of ranks that hold each stage; None means as even as possible.
         paces: relative compute time of each rank; None means that all are equally fast.
     """
-    num_stages = ranks if stages is None else whole("rerouted", "stages", stages)
+    num_stages = ranks if stages is None else check_integer("rerouted", "stages", stages)
     held = _copies(ranks, num_stages, copies)
     return with_holes(held, microbatches, _unequal_paces(ranks, paces))
 
@@ -123,7 +123,7 @@ def _copies(ranks: int, stages: int, copies: Sequence[int] | None) -> Sequence[i
     """Return the number of ranks that hold each stage, as given or as even as possible."""
     if copies is None:
         return num_copies(ranks, stages)
-    given = [whole("rerouted", "copies", each) for each in copies]
+    given = [check_integer("rerouted", "copies", each) for each in copies]
     if len(given) != stages or sum(given) != ranks:
         raise ScheduleError(
             f"schedule 'rerouted': copies must be the number of ranks of each of {stages} stages "

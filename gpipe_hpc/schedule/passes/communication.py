@@ -24,7 +24,7 @@ from gpipe_hpc.schedule.table.dependencies import arrival, counterpart
 from gpipe_hpc.schedule.table.precedence import (
     NOWHERE,
     SEVERAL,
-    Links,
+    NodeLists,
     Precedence,
     runs,
 )
@@ -58,7 +58,7 @@ def add_communication(graph: Precedence) -> Schedule:
     return replace(graph.schedule, ranks=rows, max_receives=bounds, overlaps=())
 
 
-class _Way(NamedTuple):
+class _TransferKinds(NamedTuple):
     """The ``SEND`` and ``RECV`` kinds of all transfers between two stages in one direction."""
 
     send: Kind
@@ -68,14 +68,14 @@ class _Way(NamedTuple):
 class _Transfers(NamedTuple):
     """All values sent between ranks, as columns; a transfer is identified by its index."""
 
-    ways: list[_Way]
+    ways: list[_TransferKinds]
     way: "array[int]"
     microbatch: "array[int]"
     sender: "array[int]"
     receiver: "array[int]"
 
 
-class _Lane(NamedTuple):
+class _SendRow(NamedTuple):
     """A rank's actions without receives: compute actions, each followed by the sends of its value.
 
     ``which`` and ``numbers`` are columns as in `Row`, and ``which`` indexes ``kinds``.
@@ -86,21 +86,21 @@ class _Lane(NamedTuple):
     kinds: list[Kind]
     which: "array[int]"
     numbers: "array[int]"
-    awaits: Links
+    awaits: NodeLists
 
     def are_of(self, ops: Collection[Op]) -> "NDArray[np.bool_]":
         """Return a mask of the actions whose op is in `ops`."""
         return np.array([op in ops for op, _, _ in self.kinds], bool)[numbers_of(self.which)]
 
 
-class _Traffic(NamedTuple):
+class _TableTransfers(NamedTuple):
     """All transfers of a table, and the lane of each rank."""
 
     transfers: _Transfers
-    lanes: list[_Lane]
+    lanes: list[_SendRow]
 
 
-def _traffic(graph: Precedence) -> _Traffic:
+def _traffic(graph: Precedence) -> _TableTransfers:
     """Find all transfers and insert each ``SEND`` after the action that makes its value."""
     transfers = _Transfers([], integers(), integers(), integers(), integers())
     awaited, made = _cross(graph, transfers)
@@ -108,10 +108,10 @@ def _traffic(graph: Precedence) -> _Traffic:
         _lane(graph, rank, row, transfers, awaited, made)
         for rank, row in enumerate(graph.schedule.rows)
     ]
-    return _Traffic(transfers, lanes)
+    return _TableTransfers(transfers, lanes)
 
 
-def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
+def _cross(graph: Precedence, transfers: _Transfers) -> tuple[NodeLists, NodeLists]:
     """Find and number all transfers; return those that each node needs and those that it makes."""
     ranks, which, one = map(numbers_of, (graph.ranks, graph.which, graph.waits.one))
     several = graph.waits.several
@@ -141,16 +141,21 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
     )
     for user, source in (divmod(each, len(graph.kinds)) for each in ends.tolist()):
         post = arrival(action_of(graph.kinds[user]), graph.kinds[source][1])
-        transfers.ways.append(_Way(kind_of(counterpart(post)), kind_of(post)))
+        transfers.ways.append(_TransferKinds(kind_of(counterpart(post)), kind_of(post)))
     columns = way, numbers_of(graph.numbers)[users], ranks[makers], ranks[users]
     for column, values in zip(transfers[1:], columns, strict=True):
         column.frombytes(values.astype(np.int32).tobytes())
-    return Links.of(graph.num_nodes, users), Links.of(graph.num_nodes, makers)
+    return NodeLists.of(graph.num_nodes, users), NodeLists.of(graph.num_nodes, makers)
 
 
 def _lane(
-    graph: Precedence, rank: int, row: Row, transfers: _Transfers, awaited: Links, made: Links
-) -> _Lane:
+    graph: Precedence,
+    rank: int,
+    row: Row,
+    transfers: _Transfers,
+    awaited: NodeLists,
+    made: NodeLists,
+) -> _SendRow:
     """Return the lane of a rank; several sends of one value are ordered by distance in stages."""
     ways, way, microbatch, _, _ = transfers
     start, end = graph.starts[rank], graph.starts[rank + 1]
@@ -182,7 +187,9 @@ def _lane(
         int(computes[node]): awaited.several[start + node]
         for node in np.flatnonzero(one[computes] == SEVERAL).tolist()
     }
-    return _Lane(list(places), column_of(which), column_of(numbers), Links(column_of(one), several))
+    return _SendRow(
+        list(places), column_of(which), column_of(numbers), NodeLists(column_of(one), several)
+    )
 
 
 def _nearest_first(transfers: _Transfers, sent: tuple[int, ...]) -> list[int]:
@@ -197,7 +204,7 @@ def _distance(send: Kind) -> int:
     return 0 if peer is None else abs(peer - stage)
 
 
-def _due_positions(traffic: _Traffic) -> "array[int]":
+def _due_positions(traffic: _TableTransfers) -> "array[int]":
     """Return for each transfer the last position in its receiver's lane to post its receive at.
 
     Receives from one rank are due in the order of its sends, independent of the order of their
@@ -219,7 +226,9 @@ def _due_positions(traffic: _Traffic) -> "array[int]":
     return due
 
 
-def _by_receiver(transfers: _Transfers, lane: _Lane) -> "Iterator[tuple[int, NDArray[np.int32]]]":
+def _by_receiver(
+    transfers: _Transfers, lane: _SendRow
+) -> "Iterator[tuple[int, NDArray[np.int32]]]":
     """Yield each receiver of a rank's sends, with the transfers to it in sending order."""
     sent = numbers_of(lane.awaits.one)[lane.are_of(SENDS)]
     receivers = numbers_of(transfers.receiver)[sent]
@@ -232,7 +241,7 @@ def _by_receiver(transfers: _Transfers, lane: _Lane) -> "Iterator[tuple[int, NDA
 
 
 @dataclass
-class _Ring:
+class _BlockedCycle:
     """A cycle of ranks, each blocked at a ``SEND`` to the next, with costs of posting receives.
 
     A cycle of all ranks may persist through millions of posts, each of which changes two costs. The
@@ -273,7 +282,7 @@ class _Ring:
         return self.costs.index(cost, start)
 
 
-class _Placed(NamedTuple):
+class _ReceiveRow(NamedTuple):
     """A rank's row with its receives, and the largest number of buffers posted at once."""
 
     row: Row
@@ -292,7 +301,7 @@ class _Rendezvous:
     Each transfer has at most one rank that waits for it.
     """
 
-    traffic: _Traffic
+    traffic: _TableTransfers
     due: "array[int]"
     awake: deque[int] = field(default_factory=deque)
 
@@ -313,7 +322,7 @@ class _Rendezvous:
         # Rank -> peer of the transfer that it waits for, or last waited for.
         self.blockers = [NOWHERE] * num_ranks
         self.fresh: list[int] = []
-        self.ring: _Ring | None = None
+        self.ring: _BlockedCycle | None = None
 
     def _receives_in_order(self) -> "list[array[int]]":
         """Return the transfers that each rank receives, by due position, then in sending order."""
@@ -329,7 +338,7 @@ class _Rendezvous:
             in_turn.append(column_of(received[np.argsort(due[received], kind="stable")]))
         return in_turn
 
-    def run(self) -> Iterator["_Placed"] | None:
+    def run(self) -> Iterator["_ReceiveRow"] | None:
         """Execute all lanes and yield the rows with receives; return None on a deadlock."""
         ranks = [self._run(rank, coming) for rank, coming in enumerate(self._receives_in_order())]
         awake = self.awake
@@ -392,7 +401,7 @@ class _Rendezvous:
                         self._block_on(rank, index, needed, senders[needed])
                         yield
 
-    def _placed(self, rank: int) -> "_Placed":
+    def _placed(self, rank: int) -> "_ReceiveRow":
         """Return a rank's row with its receives, and the largest number posted at once."""
         lane, (ways, way_of, microbatch, _, _) = self.traffic.lanes[rank], self.traffic.transfers
         posts, places = numbers_of(self.posts[rank]), numbers_of(self.places[rank]).astype(np.intp)
@@ -407,7 +416,7 @@ class _Rendezvous:
             num_taken[index] = len(needs)
         taken = np.cumsum(num_taken)[places] - num_taken[places]
         live = np.arange(1, len(posts) + 1) - taken
-        return _Placed(row, int(live.max(initial=0)))
+        return _ReceiveRow(row, int(live.max(initial=0)))
 
     def _block_on(self, rank: int, index: int, number: int, other: int) -> None:
         """Block a rank on a transfer with another rank."""
@@ -499,7 +508,7 @@ class _Rendezvous:
         costs = self._costs_of_posting(found)
         if len(costs) == len(found):
             place_of = {rank: place for place, rank in enumerate(found)}
-            self.ring = _Ring(found, place_of, [cost for _, cost in costs.values()])
+            self.ring = _BlockedCycle(found, place_of, [cost for _, cost in costs.values()])
             return self._cheapest_in_ring()
         in_turn = sorted(costs.values())
         if not in_turn or in_turn[:1] == in_turn[1:2]:

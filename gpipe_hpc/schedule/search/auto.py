@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.costs import Costs, per_stage
 from gpipe_hpc.schedule.families.known import FAMILIES
-from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.options import check_integer
 from gpipe_hpc.schedule.families.orders import tabulate
 from gpipe_hpc.schedule.families.rerouted import ORDERS, in_rows
 from gpipe_hpc.schedule.memory import Memory, peak_memory
@@ -25,7 +25,7 @@ from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip
 
 
 @dataclass(frozen=True)
-class Found:
+class AutoResult:
     """Result of a search: a table, its simulated step time, and reference times.
 
     Attributes:
@@ -47,7 +47,7 @@ class Found:
         return max(0.0, self.makespan / self.lower_bound - 1.0) if self.lower_bound > 0 else 0.0
 
 
-class Within(NamedTuple):
+class MemoryAllowance(NamedTuple):
     """Memory limits of the ranks; if no order fits, the search exceeds them as little as possible.
 
     Args:
@@ -77,7 +77,7 @@ def auto(
     stages: int | None = None,
     copies: Sequence[int] | None = None,
     trials: int = 200,
-    within: Callable[[Placement], Within] | None = None,
+    within: Callable[[Placement], MemoryAllowance] | None = None,
 ) -> Schedule:
     """Search an action order for given costs under a memory limit; see `search`.
 
@@ -100,7 +100,7 @@ def auto(
         costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
     slow = costs.of_paces(ranks)
     where = place(placement, ranks, microbatches, stages_per_rank, stages, copies, slow)
-    whole("auto", "trials", trials, least=0)
+    check_integer("auto", "trials", trials, least=0)
     bound = None if within is None else within(where)
     return search(where, costs, limit=limit, trials=trials, within=bound).schedule
 
@@ -137,7 +137,7 @@ def place(
             f"schedule 'auto': the options stages and copies need placement rerouted, got "
             f"{kind!r}; remove them"
         )
-    count = whole("auto", "stages_per_rank", stages_per_rank)
+    count = check_integer("auto", "stages_per_rank", stages_per_rank)
     if kind == "one_each":
         return looped(ranks, 1, microbatches)
     if kind == "looped":
@@ -161,8 +161,8 @@ def search(
     memory: Memory | None = None,
     trials: int = 200,
     skips: tuple[Skip, ...] = (),
-    within: Within | None = None,
-) -> Found:
+    within: MemoryAllowance | None = None,
+) -> AutoResult:
     """Search a fast order of the actions of a placement under given costs.
 
     Starting points are named schedules and list schedules with several priorities. The best few are
@@ -182,7 +182,7 @@ def search(
     Raises:
         ScheduleError: no order stays within `limit`.
     """
-    room = _MemoryLimits(placement, memory or Memory(), limit, within)
+    room = _AllowanceCheck(placement, memory or Memory(), limit, within)
     may_split = costs.input_gradient is not None and costs.weight_gradient is not None
     tables = (
         [replace(table, skips=skips) for table in each]
@@ -213,7 +213,7 @@ def search(
         key=lambda schedule: simulate(schedule, costs).makespan,
     )
     fastest = min(named, key=lambda pair: pair[0], default=None)
-    return Found(
+    return AutoResult(
         schedule=replace(best, name="auto", max_activations=bounds_of(best.ranks)),
         makespan=simulate(best, costs).makespan,
         lower_bound=lower_bound(placement, costs, may_split),
@@ -244,7 +244,7 @@ def _speed_then_memory(timed: tuple[float, Schedule]) -> tuple[float, int]:
     return makespan, sum(schedule.max_activations or ())
 
 
-class _MemoryLimits:
+class _AllowanceCheck:
     """Memory limits of a search, and checks of tables against them."""
 
     def __init__(
@@ -252,7 +252,7 @@ class _MemoryLimits:
         placement: Placement,
         memory: Memory,
         limit: float | Sequence[float] | None,
-        within: Within | None = None,
+        within: MemoryAllowance | None = None,
     ) -> None:
         num_ranks = placement.num_ranks
         limits = [limit] * num_ranks if isinstance(limit, int | float) else limit
@@ -301,7 +301,7 @@ class _MemoryLimits:
 
 
 def _timed(
-    schedules: Iterator[Schedule], costs: Costs, room: _MemoryLimits
+    schedules: Iterator[Schedule], costs: Costs, room: _AllowanceCheck
 ) -> Iterator[tuple[float, Schedule]]:
     """Yield those tables that fit into memory, each with its simulated step time."""
     for schedule in schedules:
@@ -354,7 +354,7 @@ def _in_rows(placement: Placement, paces: Sequence[float]) -> Iterator[dict[str,
 
 
 def _listed(
-    placement: Placement, costs: Costs, may_split: bool, room: _MemoryLimits
+    placement: Placement, costs: Costs, may_split: bool, room: _AllowanceCheck
 ) -> Iterator[Schedule]:
     """Yield list schedules with full and split backwards, several priorities and several limits."""
     num_stages = placement.num_stages
@@ -422,7 +422,7 @@ def _oldest_first(order: tuple[Op, ...]) -> Priority:
     return lambda op, stage, microbatch: (order.index(op), microbatch, stage)
 
 
-def _finish(schedule: Schedule, costs: Costs, room: _MemoryLimits, trials: int) -> Schedule:
+def _finish(schedule: Schedule, costs: Costs, room: _AllowanceCheck, trials: int) -> Schedule:
     """Improve a table by swaps, then join ``I`` and ``W`` if that does not slow it down."""
     improved = improve(schedule, costs, room.fits, trials)
     return join_backwards(improved, costs, room.fits, trials)

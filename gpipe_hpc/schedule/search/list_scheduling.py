@@ -53,7 +53,7 @@ def list_schedule(placement: Placement, rules: Rules) -> list[Row]:
     Raises:
         ScheduleError: the limits are too small to finish.
     """
-    state = _State(placement, rules)
+    state = _SchedulerState(placement, rules)
     state.run()
     rows = [Row.in_order(state.row_kinds, *columns) for columns in state.columns]
     if sum(map(len, rows)) < state.num_actions:
@@ -64,7 +64,7 @@ def list_schedule(placement: Placement, rules: Rules) -> list[Row]:
     return rows
 
 
-class _Way(NamedTuple):
+class _ReadyRule(NamedTuple):
     """A kind of action that becomes ready when another ends, and the transfer time in between."""
 
     place: int
@@ -72,7 +72,7 @@ class _Way(NamedTuple):
     transfer: float
 
 
-class _State:
+class _SchedulerState:
     """State of the scheduler: started and ready actions, and the times at which ranks choose again.
 
     As there are millions of actions, an op of a stage is represented by one number, its *place*.
@@ -187,14 +187,16 @@ class _State:
                 self._look(user, ready_at)
 
 
-def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) -> list[list[_Way]]:
+def _ways(
+    needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]
+) -> list[list[_ReadyRule]]:
     """Return, for each op and stage (place), the kinds of actions that become ready at its end."""
     places = {kind: place for place, kind in enumerate(needs)}
-    found: list[list[_Way]] = [[] for _ in needs]
+    found: list[list[_ReadyRule]] = [[] for _ in needs]
     for (op, stage), needed in needs.items():
         for kind in needed:
             transfer = transfers[min(stage, kind[1])] if stage != kind[1] else 0.0
-            found[places[kind]].append(_Way(places[op, stage], stage, transfer))
+            found[places[kind]].append(_ReadyRule(places[op, stage], stage, transfer))
     return found
 
 

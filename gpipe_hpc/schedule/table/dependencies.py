@@ -14,7 +14,7 @@ from gpipe_hpc.schedule.table.actions import RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.table.schedule import Placement, Skip
 
 
-class Thing(StrEnum):
+class ValueKind(StrEnum):
     """The kind of value that one action produces and another consumes."""
 
     OUTPUT = "output"
@@ -41,40 +41,43 @@ class _Location(Enum):
     STAGE = auto()  # same stage, one action for all micro-batches
 
 
-class _Rule(NamedTuple):
+class _Dependency(NamedTuple):
     """One dependency of an op: the op that makes the values, their kinds, and where it runs."""
 
     maker: Op
-    things: tuple[Thing, ...]
+    things: tuple[ValueKind, ...]
     where: _Location = _Location.OWN
 
 
 _BACKWARD: Final = (
-    _Rule(Op.F, (Thing.ACTIVATIONS, Thing.INPUT_SHARE)),
-    _Rule(Op.FETCH, (Thing.ACTIVATIONS,)),
-    _Rule(Op.R, (Thing.RECOMPUTED,)),
-    _Rule(Op.I, (Thing.GRADIENT,), _Location.BEHIND),
+    _Dependency(Op.F, (ValueKind.ACTIVATIONS, ValueKind.INPUT_SHARE)),
+    _Dependency(Op.FETCH, (ValueKind.ACTIVATIONS,)),
+    _Dependency(Op.R, (ValueKind.RECOMPUTED,)),
+    _Dependency(Op.I, (ValueKind.GRADIENT,), _Location.BEHIND),
 )
 _NEEDS: Final = MappingProxyType(
     {
         Op.F: (
-            _Rule(Op.UNSHARD, (Thing.PARAMETERS,), _Location.STAGE),
-            _Rule(Op.F, (Thing.OUTPUT,), _Location.BEFORE),
+            _Dependency(Op.UNSHARD, (ValueKind.PARAMETERS,), _Location.STAGE),
+            _Dependency(Op.F, (ValueKind.OUTPUT,), _Location.BEFORE),
         ),
         Op.UNSHARD: (),
         Op.B: _BACKWARD,
         Op.I: _BACKWARD,
         # I passes on the activations that W needs.
-        Op.W: (_Rule(Op.I, (Thing.ACTIVATIONS, Thing.RECOMPUTED)),),
-        Op.R: (_Rule(Op.F, (Thing.ACTIVATIONS,)), _Rule(Op.FETCH, (Thing.ACTIVATIONS,))),
-        Op.OFFLOAD: (_Rule(Op.F, (Thing.ACTIVATIONS,)),),
-        Op.FETCH: (_Rule(Op.OFFLOAD, (Thing.COPY,)),),
-        Op.SEND_F: (_Rule(Op.F, (Thing.OUTPUT,)),),
-        Op.SEND_B: (_Rule(Op.I, (Thing.GRADIENT,)),),
-        Op.RECV_F: (_Rule(Op.SEND_F, (Thing.MESSAGE,), _Location.PARTNER),),
-        Op.RECV_B: (_Rule(Op.SEND_B, (Thing.MESSAGE,), _Location.PARTNER),),
-        Op.REDUCE_GRAD: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Location.ALL),),
-        Op.AVERAGE: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Location.ALL),),
+        Op.W: (_Dependency(Op.I, (ValueKind.ACTIVATIONS, ValueKind.RECOMPUTED)),),
+        Op.R: (
+            _Dependency(Op.F, (ValueKind.ACTIVATIONS,)),
+            _Dependency(Op.FETCH, (ValueKind.ACTIVATIONS,)),
+        ),
+        Op.OFFLOAD: (_Dependency(Op.F, (ValueKind.ACTIVATIONS,)),),
+        Op.FETCH: (_Dependency(Op.OFFLOAD, (ValueKind.COPY,)),),
+        Op.SEND_F: (_Dependency(Op.F, (ValueKind.OUTPUT,)),),
+        Op.SEND_B: (_Dependency(Op.I, (ValueKind.GRADIENT,)),),
+        Op.RECV_F: (_Dependency(Op.SEND_F, (ValueKind.MESSAGE,), _Location.PARTNER),),
+        Op.RECV_B: (_Dependency(Op.SEND_B, (ValueKind.MESSAGE,), _Location.PARTNER),),
+        Op.REDUCE_GRAD: (_Dependency(Op.W, (ValueKind.WEIGHT_GRADIENT,), _Location.ALL),),
+        Op.AVERAGE: (_Dependency(Op.W, (ValueKind.WEIGHT_GRADIENT,), _Location.ALL),),
     }
 )
 # Ops whose result is needed only if the table contains them.
@@ -104,7 +107,7 @@ class Need(NamedTuple):
     """An action whose result is required, and the kinds of values that are used, main one first."""
 
     action: Action
-    things: tuple[Thing, ...]
+    things: tuple[ValueKind, ...]
 
 
 def needs(
@@ -174,13 +177,13 @@ def users_of(maker: Op) -> frozenset[Op]:
     )
 
 
-def uses(op: Op) -> frozenset[Thing]:
+def uses(op: Op) -> frozenset[ValueKind]:
     """Return the values of its own stage and micro-batch that an op consumes."""
     own = (rule for rule in _NEEDS[op] if rule.where is _Location.OWN)
     return frozenset(thing for rule in own for thing in rule.things)
 
 
-def makes(op: Op) -> frozenset[Thing]:
+def makes(op: Op) -> frozenset[ValueKind]:
     """Return the values that an op produces for others, without those that it only passes on."""
     provided = _HALVES if op is Op.B else (op,)
     wanted = (rule for rules in _NEEDS.values() for rule in rules if rule.maker in provided)

@@ -17,7 +17,7 @@ from gpipe_hpc.schedule.table.actions import COMPUTE, RECEIVES, SENDS, Action, O
 from gpipe_hpc.schedule.table.dependencies import (
     ARRIVES_BY,
     CONSUMERS,
-    Thing,
+    ValueKind,
     counterpart,
     makes,
     needs,
@@ -28,14 +28,16 @@ from gpipe_hpc.schedule.table.rows import Row, numbers_of
 from gpipe_hpc.schedule.table.schedule import Skip
 
 # Values that a rank keeps for a later action of the same stage and micro-batch.
-_KEPT: Final = frozenset({Thing.ACTIVATIONS, Thing.INPUT_SHARE, Thing.RECOMPUTED, Thing.COPY})
+_KEPT: Final = frozenset(
+    {ValueKind.ACTIVATIONS, ValueKind.INPUT_SHARE, ValueKind.RECOMPUTED, ValueKind.COPY}
+)
 _MAKES: Final = MappingProxyType({op: tuple(sorted(makes(op) & _KEPT)) for op in Op})
 _USES: Final = MappingProxyType({op: tuple(sorted(uses(op) & _KEPT)) for op in Op})
 # Values passed from one stage to another.
-_PASSED_ON: Final = frozenset({Thing.OUTPUT, Thing.GRADIENT})
+_PASSED_ON: Final = frozenset({ValueKind.OUTPUT, ValueKind.GRADIENT})
 # Ops that complete the backward of a micro-batch on a stage.
-ENDS_BACKWARD: Final = frozenset(op for op in Op if Thing.WEIGHT_GRADIENT in makes(op))
-STARTS_ACTIVATIONS: Final = frozenset(op for op in COMPUTE if Thing.ACTIVATIONS in makes(op))
+ENDS_BACKWARD: Final = frozenset(op for op in Op if ValueKind.WEIGHT_GRADIENT in makes(op))
+STARTS_ACTIVATIONS: Final = frozenset(op for op in COMPUTE if ValueKind.ACTIVATIONS in makes(op))
 
 # A stage and a micro-batch of it.
 Place = tuple[int, int | None]
@@ -49,7 +51,7 @@ class Lifetime(NamedTuple):
     passed to or, for a receive buffer, received from.
     """
 
-    thing: Thing
+    thing: ValueKind
     stage: int
     microbatch: int | None
     first: int
@@ -62,18 +64,18 @@ class Lifetime(NamedTuple):
         return self.stage, self.microbatch
 
 
-def kept(row: Sequence[Action], things: Collection[Thing] = _KEPT) -> list[Lifetime]:
+def kept_lifetimes(row: Sequence[Action], things: Collection[ValueKind] = _KEPT) -> list[Lifetime]:
     """Return the lifetimes of values that a rank keeps between actions of a stage and micro-batch.
 
     ``ACTIVATIONS`` exist from ``F`` and ``RECOMPUTED`` from ``R``, both to the end of ``B`` or
     ``W``, or of the action that made them if there is no backward. ``INPUT_SHARE`` is the part of
     both that is freed after ``B`` or ``I``. A ``COPY`` is in host memory from ``OFFLOAD`` to
-    ``FETCH``; for the times when the original is not on the device, see `away`.
+    ``FETCH``; for the times when the original is not on the device, see `offloaded_lifetimes`.
     """
     make = {op: [thing for thing in own if thing in things] for op, own in _MAKES.items()}
     use = {op: [thing for thing in own if thing in things] for op, own in _USES.items()}
-    first: dict[tuple[Thing, int, int | None], int] = {}
-    last: dict[tuple[Thing, int, int | None], int] = {}
+    first: dict[tuple[ValueKind, int, int | None], int] = {}
+    last: dict[tuple[ValueKind, int, int | None], int] = {}
     for at, (op, stage, microbatch, _) in enumerate(row):
         for thing in use[op]:
             last[thing, stage, microbatch] = at
@@ -82,7 +84,7 @@ def kept(row: Sequence[Action], things: Collection[Thing] = _KEPT) -> list[Lifet
     return [Lifetime(*key, start, last.get(key, start)) for key, start in first.items()]
 
 
-def away(row: Sequence[Action]) -> list[Lifetime]:
+def offloaded_lifetimes(row: Sequence[Action]) -> list[Lifetime]:
     """Return the lifetimes during which offloaded activations are in host memory only.
 
     The copy to the host runs in parallel with the compute action after the ``OFFLOAD``, and memory
@@ -100,7 +102,7 @@ def away(row: Sequence[Action]) -> list[Lifetime]:
             gone.update(dict.fromkeys(leaving, at))
             leaving.clear()
         elif op is Op.FETCH and (stage, microbatch) in gone:
-            found.append(Lifetime(Thing.COPY, stage, microbatch, gone[stage, microbatch], at))
+            found.append(Lifetime(ValueKind.COPY, stage, microbatch, gone[stage, microbatch], at))
     return found
 
 
@@ -115,7 +117,7 @@ def received(row: Sequence[Action]) -> list[Lifetime]:
 
     def end(place: tuple[Op, int, int | None], last: int) -> None:
         for first, peer in posted.pop(place, ()):
-            lives.append(Lifetime(Thing.MESSAGE, *place[1:], first, last, peer))
+            lives.append(Lifetime(ValueKind.MESSAGE, *place[1:], first, last, peer))
 
     for at, (op, stage, microbatch, peer) in enumerate(row):
         if op in RECEIVES:
@@ -136,7 +138,7 @@ def in_flight(
     stage on the same rank that consumes it.
     """
     makers: dict[Action, int] = {}
-    wanted: dict[tuple[Op, int, int | None], list[tuple[Action, Thing]]] = {}
+    wanted: dict[tuple[Op, int, int | None], list[tuple[Action, ValueKind]]] = {}
     for at, action in enumerate(row):
         op, stage, microbatch, peer = action
         if op in SENDS or op in CONSUMERS:
@@ -172,15 +174,15 @@ def peak_activations(row: Sequence[Action]) -> Peak:
     """Return the largest number of micro-batches of a stage whose activations a rank keeps at once.
 
     Each (stage, micro-batch) pair counts as one, whether it keeps full activations or only inputs
-    for recomputation. Pairs that are offloaded (`away`) do not count.
+    for recomputation. Pairs that are offloaded (`offloaded_lifetimes`) do not count.
     """
     row = Row.of(row)
     ops = row.ops
     # Activations are added at the start of an action and freed at the end of an action.
     added: list[_Positions] = []
     freed: list[_Positions] = []
-    if any(Thing.ACTIVATIONS in _MAKES[op] for op in ops):
-        firsts, lasts = _bounds_of_lifetimes(row, Thing.ACTIVATIONS)
+    if any(ValueKind.ACTIVATIONS in _MAKES[op] for op in ops):
+        firsts, lasts = _bounds_of_lifetimes(row, ValueKind.ACTIVATIONS)
         added.append(firsts)
         freed.append(lasts)
     if Op.OFFLOAD in ops:
@@ -194,7 +196,7 @@ _Positions = NDArray[np.intp]
 """Positions in a rank's list."""
 
 
-def _bounds_of_lifetimes(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
+def _bounds_of_lifetimes(row: Row, thing: ValueKind) -> tuple[_Positions, _Positions]:
     """Return the positions where values of a kind are made, and those of their last use."""
     makes, made = _places(row, [stage if thing in _MAKES[op] else -1 for op, stage, _ in row.kinds])
     uses, used = _places(row, [stage if thing in _USES[op] else -1 for op, stage, _ in row.kinds])
@@ -208,8 +210,8 @@ def _bounds_of_lifetimes(row: Row, thing: Thing) -> tuple[_Positions, _Positions
 
 
 def _bounds_of_offloads(row: Row) -> tuple[_Positions, _Positions]:
-    """Return the positions after which activations are `away`, and those at which they return."""
-    firsts, lasts = _bounds_of_lifetimes(row, Thing.COPY)
+    """Return the positions after which activations are offloaded, and those of their return."""
+    firsts, lasts = _bounds_of_lifetimes(row, ValueKind.COPY)
     computes = np.array([op in COMPUTE for op, _, _ in row.kinds], bool)[numbers_of(row.which)]
     at = np.append(np.flatnonzero(computes), len(row))
     gone = at[np.searchsorted(at, firsts, "right")]

@@ -44,7 +44,7 @@ SEVERAL: Final = -2
 _ASYNCHRONOUS: Final = COPIES | {Op.UNSHARD}
 
 
-class Links:
+class NodeLists:
     """Lists of integers, one list for each node, for example the nodes that it waits for.
 
     Most lists have no or one entry.
@@ -60,12 +60,12 @@ class Links:
         self.one, self.several = one, several
 
     @classmethod
-    def of_none(cls, num_nodes: int) -> "Links":
+    def of_none(cls, num_nodes: int) -> "NodeLists":
         """Return empty lists for all nodes."""
         return cls(integers((NOWHERE,)) * num_nodes, {})
 
     @classmethod
-    def of(cls, num_nodes: int, nodes: "NDArray[np.intp]") -> "Links":
+    def of(cls, num_nodes: int, nodes: "NDArray[np.intp]") -> "NodeLists":
         """Return for each node the indices at which it occurs in `nodes`."""
         links = cls.of_none(num_nodes)
         one = numbers_of(links.one)
@@ -77,9 +77,9 @@ class Links:
             links.several[node] = tuple(order[start : start + many].tolist())
         return links
 
-    def copy(self) -> "Links":
+    def copy(self) -> "NodeLists":
         """Return a copy that can be modified."""
-        return Links(self.one[:], dict(self.several))
+        return NodeLists(self.one[:], dict(self.several))
 
     def add(self, node: int, number: int) -> None:
         """Append an integer to the list of a node."""
@@ -97,7 +97,7 @@ class Links:
         return () if number == NOWHERE else (number,)
 
 
-class _Fault(NamedTuple):
+class _TableError(NamedTuple):
     """An error at a node, and a function that raises it; the first in table order is raised."""
 
     node: int
@@ -105,7 +105,7 @@ class _Fault(NamedTuple):
     refuse: Callable[[], NoReturn]
 
 
-class Late(NamedTuple):
+class LateWait(NamedTuple):
     """A node that needs a later node of its own rank; `order` is the position among its needs."""
 
     node: int
@@ -137,12 +137,12 @@ class Precedence:
     numbers: "array[int]"
     ranks: "array[int]"
     starts: list[int]
-    waits: Links
+    waits: NodeLists
     columns: dict[Kind, "array[int]"] = field(default_factory=dict)
     makers: dict[Kind, Column] = field(default_factory=dict)
     of_buckets: list[int] = field(default_factory=list)
     gathers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    late: list[Late] = field(default_factory=list)
+    late: list[LateWait] = field(default_factory=list)
     leaves_with: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -183,7 +183,7 @@ class Precedence:
         return maker
 
     @cached_property
-    def rendezvous_waits(self) -> Links:
+    def rendezvous_waits(self) -> NodeLists:
         """Return the waits if each ``SEND`` also blocks until its ``RECV`` is posted.
 
         Every transfer must have both halves.
@@ -220,14 +220,14 @@ def build_precedence(schedule: Schedule) -> Precedence:
         numbers.extend(row.numbers)
         ranks.extend(integers((rank,)) * len(row))
         starts.append(len(which))
-    waits = Links.of_none(len(which))
+    waits = NodeLists.of_none(len(which))
     graph = Precedence(schedule, list(places), which, numbers, ranks, starts, waits)
     _index(graph)
     _resolve(graph)
     return graph
 
 
-def _refuse_first(faults: list[_Fault]) -> None:
+def _refuse_first(faults: list[_TableError]) -> None:
     """Raise the first fault in table order, if there is any."""
     if faults:
         min(faults, key=itemgetter(0, 1)).refuse()
@@ -237,7 +237,7 @@ def _index(graph: Precedence) -> None:
     """Number the actions of the graph; raise if one is out of range, misplaced or duplicated."""
     schedule = graph.schedule
     num_microbatches = schedule.num_microbatches
-    faults: list[_Fault] = []
+    faults: list[_TableError] = []
     on_holder: dict[tuple[Action, int], int] = {}
     regular = [_is_regular(kind, schedule) for kind in graph.kinds]
     which, numbers = numbers_of(graph.which), numbers_of(graph.numbers)
@@ -260,7 +260,7 @@ def _index(graph: Precedence) -> None:
     for node in again:
         first = int(columns[which[node], numbers[node]])
         need = provides(graph.action(node))[0]
-        faults.append(_Fault(node, 0, partial(_refuse_twice, graph, node, first, need)))
+        faults.append(_TableError(node, 0, partial(_refuse_twice, graph, node, first, need)))
     for node in np.flatnonzero(~is_placed).tolist():
         faults += _index_bucket_action(graph, node, on_holder)
     for kind, column in graph.columns.items():
@@ -291,17 +291,17 @@ def _is_over_a_skip(kind: Kind, schedule: Schedule) -> bool:
 
 def _index_bucket_action(
     graph: Precedence, node: int, on_holder: dict[tuple[Action, int], int]
-) -> Iterator[_Fault]:
+) -> Iterator[_TableError]:
     """Record a bucket action, of which each rank that holds the stage has one; yield any fault."""
     action, rank = graph.action(node), graph.ranks[node]
     try:
         _check_entry(graph, node)
     except ScheduleError:
-        yield _Fault(node, 0, partial(_refuse_entry, graph, node))
+        yield _TableError(node, 0, partial(_refuse_entry, graph, node))
         return
     first = on_holder.setdefault((action, rank), node)
     if first != node:
-        yield _Fault(node, 0, partial(_refuse_twice, graph, node, first, action))
+        yield _TableError(node, 0, partial(_refuse_twice, graph, node, first, action))
     graph.of_buckets.append(node)
     if action.op is Op.UNSHARD:
         graph.gathers.setdefault((action.stage, rank), []).append(node)
@@ -312,7 +312,9 @@ def _refuse_entry(graph: Precedence, node: int) -> NoReturn:
     raise AssertionError(f"{graph.where(node)} is valid")
 
 
-def _provide(graph: Precedence, need: Kind, column: "array[int]", order: int) -> Iterator[_Fault]:
+def _provide(
+    graph: Precedence, need: Kind, column: "array[int]", order: int
+) -> Iterator[_TableError]:
     """Register the nodes of a column as makers of a need; yield a fault for each duplicate."""
     others = graph.makers.get(need)
     if others is None:
@@ -326,7 +328,7 @@ def _provide(graph: Precedence, need: Kind, column: "array[int]", order: int) ->
         if other != NOWHERE:
             first, again = sorted((other, node))
             what = action_of(need, microbatch)
-            yield _Fault(again, order, partial(_refuse_twice, graph, again, first, what))
+            yield _TableError(again, order, partial(_refuse_twice, graph, again, first, what))
     graph.makers[need] = both
 
 
@@ -369,7 +371,7 @@ def _refuse_twice(graph: Precedence, node: int, first: int, need: Action) -> NoR
     graph.refuse(node, f"{need} occurs twice, first at {where}; remove one")
 
 
-class _Need(NamedTuple):
+class _KindDependency(NamedTuple):
     """A dependency shared by all actions of a kind: the nodes that make and transfer its value."""
 
     action: Action
@@ -380,7 +382,7 @@ class _Need(NamedTuple):
 
 def _resolve(graph: Precedence) -> None:
     """Fill in the waits of all nodes; raise if a needed action is missing."""
-    faults: list[_Fault] = []
+    faults: list[_TableError] = []
     _join_blocks(graph)
     for kind, nodes in graph.columns.items():
         for order, need in enumerate(_needs(graph, kind)):
@@ -417,11 +419,11 @@ def _join_blocks(graph: Precedence) -> None:
         graph.leaves_with[node] = partner
 
 
-def _needs(graph: Precedence, kind: Kind) -> list[_Need]:
+def _needs(graph: Precedence, kind: Kind) -> list[_KindDependency]:
     """Return the dependencies that all actions of a kind share."""
     schedule, action = graph.schedule, action_of(kind)
     nowhere = [NOWHERE] * schedule.num_microbatches
-    found: list[_Need] = []
+    found: list[_KindDependency] = []
     for need in dependencies(action, schedule.num_stages, 1, schedule.skips):
         makers = graph.makers.get(kind_of(need))
         if makers is None and need.op in OPTIONAL:
@@ -432,13 +434,13 @@ def _needs(graph: Precedence, kind: Kind) -> list[_Need]:
             post = arrival(action, need.stage)
             posts = graph.makers.get(kind_of(post), nowhere)
             sends = graph.makers.get(kind_of(counterpart(post)), nowhere)
-        found.append(_Need(need, makers or nowhere, posts, sends))
+        found.append(_KindDependency(need, makers or nowhere, posts, sends))
     return found
 
 
 def _link(
-    graph: Precedence, kind: Kind, nodes: Column, order: int, need: _Need
-) -> Iterator[_Fault]:
+    graph: Precedence, kind: Kind, nodes: Column, order: int, need: _KindDependency
+) -> Iterator[_TableError]:
     """Add one dependency to the waits of a kind's nodes; yield a fault for each missing value."""
     ranks, waits, late, leaves_with = graph.ranks, graph.waits, graph.late, graph.leaves_with
     one = waits.one
@@ -455,12 +457,12 @@ def _link(
         if maker == NOWHERE:
             if not is_optional:  # an absent R or FETCH means no recomputation or offloading
                 what = need.action._replace(microbatch=microbatch)
-                yield _Fault(node, 2 * order, partial(_refuse_unmet, graph, node, what))
+                yield _TableError(node, 2 * order, partial(_refuse_unmet, graph, node, what))
         elif posts_a_buffer:
             continue
         elif ranks[maker] == ranks[node]:
             if maker > node:
-                late.append(Late(node, 2 * order, maker))
+                late.append(LateWait(node, 2 * order, maker))
             if maker > node or is_beside:
                 waits.add(node, maker)
         elif need.posts is None or need.sends is None:
@@ -472,14 +474,14 @@ def _link(
         else:
             post, send = need.posts[microbatch], need.sends[microbatch]
             if post == NOWHERE or send == NOWHERE:
-                yield _Fault(
+                yield _TableError(
                     node,
                     2 * order,
                     partial(_refuse_untransferred, graph, node, need.action.stage),
                 )
                 continue
             if post > node:
-                late.append(Late(node, 2 * order, post))
+                late.append(LateWait(node, 2 * order, post))
                 waits.add(node, post)
             if one[node] == NOWHERE:
                 one[node] = send  # as `add` does
@@ -487,7 +489,7 @@ def _link(
                 waits.add(node, send)
 
 
-def _link_vectorised(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> bool:
+def _link_vectorised(graph: Precedence, kind: Kind, nodes: Column, need: _KindDependency) -> bool:
     """Do the work of `_link` with numpy if nothing is missing or late; return whether it did."""
     users, makers = numbers_of(nodes), numbers_of(need.makers)
     there = users != NOWHERE
@@ -535,7 +537,7 @@ def _refuse_untransferred(graph: Precedence, node: int, source: int) -> NoReturn
     raise AssertionError(f"{post} and its partner are in the table")
 
 
-def _link_own_weights(graph: Precedence, node: int) -> Iterator[_Fault]:
+def _link_own_weights(graph: Precedence, node: int) -> Iterator[_TableError]:
     """Make a bucket action wait for the last weight gradient of its stage on its own rank.
 
     Weight gradients that come later in the row are added as further waits and reported as late.
@@ -553,9 +555,9 @@ def _link_own_weights(graph: Precedence, node: int) -> Iterator[_Fault]:
                 continue
             if maker == NOWHERE:
                 what = need._replace(microbatch=order)
-                yield _Fault(node, order, partial(_refuse_unmet, graph, node, what))
+                yield _TableError(node, order, partial(_refuse_unmet, graph, node, what))
             elif maker > node:
-                graph.late.append(Late(node, order, maker))
+                graph.late.append(LateWait(node, order, maker))
                 graph.waits.add(node, maker)
             else:
                 last = max(last, maker)
@@ -573,18 +575,18 @@ def _link_gathers(graph: Precedence) -> None:
             assert first is not None, "there is one"
             graph.waits.add(first, gather)
             if gather > first:
-                graph.late.append(Late(first, _AFTER_NEEDS + order, gather))
+                graph.late.append(LateWait(first, _AFTER_NEEDS + order, gather))
 
 
 _AFTER_NEEDS: Final = 2**30
 
 
-def execution_order(graph: Precedence, waits: Links) -> "array[int]":
+def execution_order(graph: Precedence, waits: NodeLists) -> "array[int]":
     """Return all nodes in an order that the ranks can execute; raise on a deadlock."""
     return integers(chain.from_iterable(runs(graph, waits)))
 
 
-def runs(graph: Precedence, waits: Links) -> list[range]:
+def runs(graph: Precedence, waits: NodeLists) -> list[range]:
     """Return an executable order of all nodes as ranges of consecutive nodes of one rank.
 
     Takes time linear in actions and waits: a blocked rank is suspended until the node that it waits
@@ -615,7 +617,7 @@ def runs(graph: Precedence, waits: Links) -> list[range]:
 
 def _pass(
     graph: Precedence,
-    waits: Links,
+    waits: NodeLists,
     rank: int,
     position: list[int],
     sleepers: list[list[tuple[int, int]]],

@@ -205,7 +205,7 @@ class Row(Sequence[Action]):
 
 
 @dataclass(frozen=True)
-class Elsewhere(Sequence[Action]):
+class RemoteRow(Sequence[Action]):
     """Length and digest of another rank's row, whose actions this process does not have.
 
     Access to its actions raises ScheduleError.

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Action, Op
-from gpipe_hpc.schedule.table.rows import Elsewhere, Row
+from gpipe_hpc.schedule.table.rows import RemoteRow, Row
 
 # A forward and the backward of another stage that the same rank runs as one block.
 Overlap = tuple[Action, Action]
@@ -92,7 +92,7 @@ class Schedule:
         name: name of the schedule, used in messages.
         placement: rank of each stage for each micro-batch.
         ranks: one sequence of actions per rank, packed into `Row`s. During a run, rank 0 has all
-            rows; other ranks have their own row and an `Elsewhere` for each other rank.
+            rows; other ranks have their own row and a `RemoteRow` for each other rank.
         max_activations: for each rank, the largest number of (stage, micro-batch) pairs whose
             activations it keeps at once; None if not declared.
         max_receives: for each rank, the largest number of posted receive buffers; None if not
@@ -113,7 +113,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Pack the rows and check that skips are sorted and join stages at least two apart."""
-        packed = (row if isinstance(row, Elsewhere) else Row.of(row) for row in self.ranks)
+        packed = (row if isinstance(row, RemoteRow) else Row.of(row) for row in self.ranks)
         object.__setattr__(self, "ranks", tuple(packed))
         last = self.num_stages - 1
         for source, destination in self.skips:
@@ -177,7 +177,7 @@ class Schedule:
         if self.skips:
             sha.update(f"\nskips {self.skips}".encode())
         for row in self.ranks:
-            assert isinstance(row, Row | Elsewhere), "rows are packed"
+            assert isinstance(row, Row | RemoteRow), "rows are packed"
             sha.update(f"\n{row.digest()}".encode())
         return sha.hexdigest()
 
@@ -193,7 +193,7 @@ def digest(schedule: Schedule) -> str:
 
 def without_rows(schedule: Schedule) -> Schedule:
     """Return a table in which each row is replaced by its length and digest."""
-    rows = (Elsewhere(rank, len(row), row.digest()) for rank, row in enumerate(schedule.rows))
+    rows = (RemoteRow(rank, len(row), row.digest()) for rank, row in enumerate(schedule.rows))
     return replace(schedule, ranks=tuple(rows))
 
 
@@ -203,7 +203,7 @@ def with_row(schedule: Schedule, rank: int, row: Row) -> Schedule:
     Raises ScheduleError if the digest of the row differs from that of the original row.
     """
     expected = schedule.ranks[rank]
-    assert isinstance(expected, Elsewhere), f"rank {rank} has its row already"
+    assert isinstance(expected, RemoteRow), f"rank {rank} has its row already"
     if row.digest() != expected.digest():
         raise ScheduleError(
             f"schedule {schedule.name!r}, rank {rank}: received a row of {len(row)} actions and "

@@ -97,7 +97,7 @@ def _lines(text: str, name: str) -> list[list[str]]:
         ) from None
 
 
-class _Cell(NamedTuple):
+class _ActionText(NamedTuple):
     line: int
     column: int
     action: Action
@@ -126,15 +126,15 @@ def _take_skips(lines: list[list[str]], name: str) -> tuple[Skip, ...]:
     return tuple(sorted(skips))
 
 
-def _read(lines: list[list[str]], name: str) -> list[_Cell]:
-    cells: list[_Cell] = []
+def _read(lines: list[list[str]], name: str) -> list[_ActionText]:
+    cells: list[_ActionText] = []
     for line, row in enumerate(lines):
         for column, entry in enumerate(row):
             if not entry.strip():
                 continue  # a bubble: a table defines order, not time
             try:
                 actions = _parse(entry.strip())
-                cells += [_Cell(line, column, action, len(actions) > 1) for action in actions]
+                cells += [_ActionText(line, column, action, len(actions) > 1) for action in actions]
             except ScheduleError as error:
                 raise ScheduleError(
                     f"schedule {name!r}, line {line + 1}, cell {column + 1}: {error}"
@@ -157,13 +157,13 @@ def _parse(entry: str) -> list[Action]:
     return block
 
 
-def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
+def _lacks_transfers(cells: list[_ActionText], placement: Placement) -> bool:
     """Return whether a table spans several ranks but contains no transfers (compute only)."""
     crosses = any(len(set(route)) > 1 for route in placement.routes)
     return crosses and not any(cell.action.op in SENDS | RECEIVES for cell in cells)
 
 
-def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
+def _with_idle_holders(placement: Placement, cells: list[_ActionText]) -> Placement:
     """Add a route for each rank that reduces or gathers a stage but runs no micro-batch of it."""
     first, idle = placement.routes[0], []
     for line, _, (op, stage, _, _), _ in cells:
@@ -172,9 +172,9 @@ def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
     return replace(placement, routes=placement.routes + tuple(idle))
 
 
-def _placement(cells: list[_Cell], name: str) -> Placement:
+def _placement(cells: list[_ActionText], name: str) -> Placement:
     """Derive the placement from the cells; micro-batches run by the same ranks share a route."""
-    places: dict[tuple[int, int], _Cell] = {}
+    places: dict[tuple[int, int], _ActionText] = {}
     for cell in cells:
         op, stage, microbatch, _ = cell.action
         if op not in COMPUTE or microbatch is None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from gpipe_hpc.comm.world.world import World, telling
+from gpipe_hpc.comm.world.world import World, broadcast_errors
 from gpipe_hpc.errors import ConfigError, RunFolderError, os_remedy
-from gpipe_hpc.trainer.figures.trackers import Tracked, open_trackers
+from gpipe_hpc.trainer.figures.trackers import TrackedRun, open_trackers
 from gpipe_hpc.trainer.writers import METRICS_FILE, JsonLines, MetricsWriter
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Metrics:
         """
         if pipe.world.rank:
             return cls()
-        tracked = Tracked(Path(folder), pipe.steps_done, {})
+        tracked = TrackedRun(Path(folder), pipe.steps_done, {})
         writers = _writers(tracked, to)
         pace = Pace(pipe.steps_done)
         return cls(*writers, pace=pace, folder=Path(folder), world=pipe.world)
@@ -147,7 +147,7 @@ def open_metrics(
     also raised on the other ranks of `world`, which write nothing and would otherwise wait.
     `settings` are recorded by trackers. Raises ConfigError if a tracker cannot be opened.
     """
-    tracked = Tracked(run_dir, resumed_step, settings or {})
+    tracked = TrackedRun(run_dir, resumed_step, settings or {})
     return Metrics(*_writers(tracked, to), folder=run_dir, world=world)
 
 
@@ -157,7 +157,7 @@ def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        with nullcontext() if world is None else telling(world, "writing metrics"):
+        with nullcontext() if world is None else broadcast_errors(world, "writing metrics"):
             raise RunFolderError(
                 f"metrics: cannot write to {folder}: {error}; "
                 f"{os_remedy(error) or 'check the folder'}, and start again: a run resumes from "
@@ -165,7 +165,7 @@ def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
             ) from error
 
 
-def _writers(tracked: Tracked, to: Sequence[str]) -> list[MetricsWriter]:
+def _writers(tracked: TrackedRun, to: Sequence[str]) -> list[MetricsWriter]:
     trackers = open_trackers(to, tracked)
     return [JsonLines(tracked.folder / METRICS_FILE, tracked.resumed_step), *trackers]
 

@@ -7,17 +7,17 @@ next step is already enqueued, so that the device always has work.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.device.deferred import Mark, seconds_between, wait_for
 from gpipe_hpc.trainer.figures.metrics import Metrics
 from gpipe_hpc.trainer.figures.progress import Progress
-from gpipe_hpc.trainer.one_step import Trained, refuse_non_finite
+from gpipe_hpc.trainer.one_step import TrainedStep, refuse_non_finite
 from gpipe_hpc.trainer.session import Session
-from gpipe_hpc.trainer.step_edge import TimedStep
-from gpipe_hpc.trainer.summary.ledger import Ledger, Times
+from gpipe_hpc.trainer.step_boundary import TimedStep
+from gpipe_hpc.trainer.summary.ledger import RunStatistics, StepTimings
 
 
-class Line(NamedTuple):
+class StepLine(NamedTuple):
     """A training step and the scalars of its line in metrics.jsonl.
 
     Args:
@@ -29,10 +29,10 @@ class Line(NamedTuple):
         known: other scalars.
     """
 
-    trained: Trained
+    trained: TrainedStep
     timed: TimedStep
     since: Mark | None
-    times: Times | None
+    times: StepTimings | None
     known: dict[str, Any]
 
     def seconds(self) -> float:
@@ -56,7 +56,7 @@ class Results:
     def __init__(
         self,
         session: Session,
-        ledger: Ledger,
+        ledger: RunStatistics,
         metrics: Metrics | None,
         progress: Progress | None,
         *,
@@ -66,9 +66,9 @@ class Results:
         self._session, self._ledger = session, ledger
         self._metrics, self._progress = metrics, progress
         self._is_late, self._rates = is_late, rates
-        self._waiting: Line | None = None
+        self._waiting: StepLine | None = None
 
-    def add(self, line: Line) -> TimedStep | None:
+    def add(self, line: StepLine) -> TimedStep | None:
         """Add a step; return the newest complete step: this one, or the previous one if `is_late`.
 
         Returns None if no step is complete. Raises NonFiniteError on every rank if the loss or
@@ -88,11 +88,11 @@ class Results:
         line, self._waiting = self._waiting, None
         return None if line is None else self._finish(line)
 
-    def _finish(self, line: Line) -> TimedStep:
+    def _finish(self, line: StepLine) -> TimedStep:
         trained = line.trained
         if self._is_late:
             # An aborted all-reduce may have left arbitrary values in memory.
-            with together(self._session.pipe.world, f"step {trained.step}"):
+            with collective_errors(self._session.pipe.world, f"step {trained.step}"):
                 wait_for(trained.laps.left)
             refuse_non_finite(self._session, trained)
         if self._metrics is not None and self._progress is not None:

@@ -23,7 +23,7 @@ class Straggling(NamedTuple):
     is_over: bool = False
 
 
-class _Step(NamedTuple):
+class _StepSample(NamedTuple):
     step: int
     busy_s: float
     others_s: float
@@ -38,8 +38,8 @@ class StragglerDetector:
     """
 
     def __init__(self) -> None:
-        self._newest: deque[_Step] = deque()
-        self._before: deque[_Step] = deque(maxlen=_NUM_BEFORE)
+        self._newest: deque[_StepSample] = deque()
+        self._before: deque[_StepSample] = deque(maxlen=_NUM_BEFORE)
         self.factor = 0.0
         """Current slowdown; 0 if the rank is not a straggler."""
 
@@ -49,7 +49,7 @@ class StragglerDetector:
         `others_s` is the mean computing time of the other ranks, 0 if there are none. The cost does
         not grow with the number of steps.
         """
-        self._newest.append(_Step(step, busy_s, others_s))
+        self._newest.append(_StepSample(step, busy_s, others_s))
         if len(self._newest) <= _NUM_NEWEST:
             return None
         oldest = self._newest.popleft()
@@ -73,6 +73,6 @@ class StragglerDetector:
         return None if was_slow or not self.factor else Straggling(first, factor)
 
 
-def _ratio(step: _Step) -> float:
+def _ratio(step: _StepSample) -> float:
     """Return a step's time relative to the other ranks, or the time itself for a single rank."""
     return step.busy_s / step.others_s if step.others_s else step.busy_s

@@ -31,7 +31,7 @@ _INTERRUPTED: Final = 130
 log = logging.getLogger("gpipe_hpc.train")
 
 
-class Tracked(NamedTuple):
+class TrackedRun(NamedTuple):
     """A run to record in trackers: its folder, its settings, and the step from which it resumes.
 
     `resumed_step`: see `JsonLines`.
@@ -78,7 +78,7 @@ def exit_code_of(error: BaseException | None) -> int:
 class WeightsAndBiases:
     """Writer of scalars to a Weights & Biases run, plotted over the step."""
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedRun) -> None:
         known = tracked.known_id("wandb")
         self._run: Any = import_module("wandb").init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
@@ -104,7 +104,7 @@ class WeightsAndBiases:
 class MLflow:
     """Writer of scalars to an MLflow run, on the server MLFLOW_TRACKING_URI or in a local file."""
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedRun) -> None:
         client = import_module("mlflow.tracking").MlflowClient
         self._metric: Any = import_module("mlflow.entities").Metric
         if os.environ.get("MLFLOW_TRACKING_URI"):
@@ -119,7 +119,7 @@ class MLflow:
         self._run_id = known or self._begin(tracked, kept)
         tracked.keep_id("mlflow", self._run_id)
 
-    def _begin(self, tracked: Tracked, kept: str | None) -> str:
+    def _begin(self, tracked: TrackedRun, kept: str | None) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         there = self._client.get_experiment_by_name(name)
         experiment = (
@@ -146,7 +146,7 @@ class MLflow:
         self._client.set_terminated(self._run_id, status=status)
 
 
-class Guarded:
+class GuardedWriter:
     """Wrapper of an external writer that ignores it after its first error, which is logged."""
 
     def __init__(self, name: str, writer: MetricsWriter) -> None:
@@ -176,7 +176,7 @@ class Guarded:
             )
 
 
-_FOREIGN: Final[Mapping[str, Callable[[Tracked], MetricsWriter]]] = MappingProxyType(
+_FOREIGN: Final[Mapping[str, Callable[[TrackedRun], MetricsWriter]]] = MappingProxyType(
     {"wandb": WeightsAndBiases, "mlflow": MLflow}
 )
 
@@ -199,18 +199,18 @@ def _is_installed(name: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def open_trackers(names: Sequence[str], tracked: Tracked) -> list[MetricsWriter]:
+def open_trackers(names: Sequence[str], tracked: TrackedRun) -> list[MetricsWriter]:
     """Return a writer for each tracker; raise ConfigError if one cannot be opened."""
     refuse_missing(names)
     tracked.folder.mkdir(parents=True, exist_ok=True)
     return [_opened(name, tracked) for name in names]
 
 
-def _opened(name: str, tracked: Tracked) -> MetricsWriter:
+def _opened(name: str, tracked: TrackedRun) -> MetricsWriter:
     if name == "tensorboard":
         return TensorBoard(tracked.folder / name, tracked.resumed_step)
     try:
-        return Guarded(name, _FOREIGN[name](tracked))
+        return GuardedWriter(name, _FOREIGN[name](tracked))
     except Exception as error:  # no account, no server, an incompatible version
         raise ConfigError(
             f"metrics: {name} cannot be opened for this run: "

@@ -18,10 +18,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.collectives.group import meet
-from gpipe_hpc.comm.watchdog.patience import patiently
+from gpipe_hpc.comm.collectives.group import barrier
+from gpipe_hpc.comm.watchdog.heartbeat import run_with_heartbeat
 from gpipe_hpc.comm.world.mesh import Mesh
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.data.synthetic import SyntheticVectorsConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.models import LayerSpec
@@ -43,7 +43,7 @@ _SAMPLES: Final = 512  # per micro-batch: stages send 128 KiB in float32
 _LOCAL: Final = frozenset({"tensorboard"})
 
 
-class Reading(nn.Linear):
+class ReadingLayer(nn.Linear):
     """Small linear layer that also reads `num_read` floats in its forward and backward."""
 
     def __init__(self, width: int, num_read: int) -> None:
@@ -64,8 +64,8 @@ class Reading(nn.Linear):
 
 
 def reading_layers(num_layers: int, num_read: int) -> list[LayerSpec]:
-    """Return the specifications of `num_layers` layers of type `Reading`."""
-    return [LayerSpec(Reading, _WIDTH, num_read) for _ in range(num_layers)]
+    """Return the specifications of `num_layers` layers of type `ReadingLayer`."""
+    return [LayerSpec(ReadingLayer, _WIDTH, num_read) for _ in range(num_layers)]
 
 
 def prices_of_short_run(config: Config, world: World, mesh: Mesh, folder: Path) -> Prices | None:
@@ -77,14 +77,18 @@ def prices_of_short_run(config: Config, world: World, mesh: Mesh, folder: Path) 
     own, where = _settings(config, world, mesh, folder), "a short run of the preflight"
     writes = "tensorboard" in own.metrics.to and world.rank == 0
     # The import takes seconds, during which no collective may wait for this rank.
-    patiently(world, where, partial(import_module, "torch.utils.tensorboard") if writes else None)
+    run_with_heartbeat(
+        world, where, partial(import_module, "torch.utils.tensorboard") if writes else None
+    )
     is_quiet = world.rank == 0 or not world.is_one_process  # logging is global to the process
     try:
         with _quiet() if is_quiet else nullcontext():
             run_training(own, world, StopRequest())
-        with together(world, where):
+        with collective_errors(world, where):
             found = None if world.rank else _prices(folder / CALIBRATION_FILE)
-            meet(world.everybody)  # no rank has a file open in the folder, which is now removed
+            barrier(
+                world.world_group
+            )  # no rank has a file open in the folder, which is now removed
         return found
     finally:
         if not world.rank:

@@ -26,7 +26,7 @@ UNRECORDED: Final = "unrecorded"
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class Run(NamedTuple):
+class RunIdentity(NamedTuple):
     """A start of a run in its folder, as known to all ranks."""
 
     folder: Path

@@ -50,7 +50,7 @@ _OWNER: Final = {
 _NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 
 
-class Owner(NamedTuple):
+class LockOwner(NamedTuple):
     """The process that holds a lock; `machine` identifies the boot and the PID namespace."""
 
     token: str
@@ -68,9 +68,9 @@ class Owner(NamedTuple):
 
 
 class RunLock:
-    """The exclusive lock of a run folder, held from `take` until `give_back`."""
+    """The exclusive lock of a run folder, held from `acquire` until `release`."""
 
-    def __init__(self, folder: Path, owner: Owner) -> None:
+    def __init__(self, folder: Path, owner: LockOwner) -> None:
         self.owner = owner
         self.folder = folder
         self._path = folder / LOCK_FILE
@@ -79,7 +79,7 @@ class RunLock:
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
 
     @classmethod
-    def take(cls, folder: Path, waits: bool = False) -> "RunLock":
+    def acquire(cls, folder: Path, waits: bool = False) -> "RunLock":
         """Lock an existing folder; raise RunFolderError naming the owner if it is locked.
 
         If the heartbeat of an owner on another machine is overdue, wait for the next one, or until
@@ -113,7 +113,7 @@ class RunLock:
                 "nothing more; find the process that writes there now, and start again"
             )
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Remove the lock if this process still owns it."""
         self._stop.set()
         if self._thread.is_alive():
@@ -132,7 +132,7 @@ class RunLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.give_back()
+        self.release()
 
     def _acquire(self, aside: Path, waits: bool) -> None:
         limit_s = time.monotonic() + WAIT_S
@@ -159,19 +159,19 @@ class RunLock:
             if owner is not None and is_here(owner) and not lives(owner):
                 left.unlink(missing_ok=True)
 
-    def _refusal(self, owner: Owner, silent_s: float | None) -> RunFolderError:
+    def _refusal(self, owner: LockOwner, silent_s: float | None) -> RunFolderError:
         heard = "" if silent_s is None else f", last heartbeat {silent_s:.0f} s ago"
         return RunFolderError(
             f"run.dir {self.folder}: the folder is used by another run: "
             f"{owner.named()}{heard}; end that run, or choose another run.dir"
         )
 
-    def _attempt(self, aside: Path) -> tuple[Owner, float | None] | None:
+    def _attempt(self, aside: Path) -> tuple[LockOwner, float | None] | None:
         """Try to lock once; return None on success, else the owner and the age of its heartbeat.
 
         The age is None for an owner on this machine.
         """
-        dead: list[tuple[Path, Owner]] = []
+        dead: list[tuple[Path, LockOwner]] = []
         place = self._path
         while not _link(aside, place):
             owner = _read(place)
@@ -188,7 +188,7 @@ class RunLock:
             return self._attempt(aside)
         return None
 
-    def _inherit(self, dead: list[tuple[Path, Owner]], claim: Path) -> bool:
+    def _inherit(self, dead: list[tuple[Path, LockOwner]], claim: Path) -> bool:
         """Replace a dead owner's lock by this process's; return False if another was faster."""
         for place, owner in dead:
             now = _read(place)
@@ -233,9 +233,9 @@ def job_of(environ: Mapping[str, str]) -> str | None:
     return next((f"{name}={environ[name]}" for name in _JOBS if name in environ), None)
 
 
-def myself() -> Owner:
-    """Return an `Owner` that describes this process, with a new token."""
-    return Owner(
+def myself() -> LockOwner:
+    """Return an `LockOwner` that describes this process, with a new token."""
+    return LockOwner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
         machine=machine(),
@@ -261,12 +261,12 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def is_here(owner: Owner) -> bool:
+def is_here(owner: LockOwner) -> bool:
     """Return whether an owner runs on this machine, in this boot and PID namespace."""
     return owner.machine == machine()
 
 
-def lives(owner: Owner) -> bool:
+def lives(owner: LockOwner) -> bool:
     """Return whether an owner on this machine is alive."""
     since = started(owner.pid)
     if since is not None:
@@ -281,7 +281,7 @@ def lives(owner: Owner) -> bool:
     return not Path("/proc/self/stat").exists()
 
 
-def _silence_s(place: Path, owner: Owner, aside: Path) -> float | None:
+def _silence_s(place: Path, owner: LockOwner, aside: Path) -> float | None:
     """Return the age in seconds of the heartbeat of an owner on another machine; None on this one.
 
     Both file times are those of the file server, as the clocks of machines differ.
@@ -325,7 +325,7 @@ def _copy_exclusively(source: Path, target: Path) -> bool:
     return True
 
 
-def _read(place: Path) -> Owner | None:
+def _read(place: Path) -> LockOwner | None:
     """Return the owner in a lock file; None if the file is gone, an unknown one if it is invalid.
 
     Raises RunFolderError if the path is not a regular file (for example a folder), as such a lock
@@ -341,18 +341,18 @@ def _read(place: Path) -> Owner | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        return Owner("unreadable", "an unknown host", "unknown", 0, 0, None, "an unknown time")
+        return LockOwner("unreadable", "an unknown host", "unknown", 0, 0, None, "an unknown time")
 
 
-def read_owner(place: Path) -> Owner:
+def read_owner(place: Path) -> LockOwner:
     """Read the owner from a file; raise OSError or ValueError if it is unreadable or invalid."""
     told = read_json(place, _MOST_BYTES)
     wrong = mismatch(told, _OWNER)
     if (
         wrong
-        or set(told) != set(Owner._fields)
+        or set(told) != set(LockOwner._fields)
         or not _TOKEN(told["token"])
         or told["pid"] >= 2**31
     ):
         raise ValueError(wrong or "not an owner")
-    return Owner(**told)
+    return LockOwner(**told)

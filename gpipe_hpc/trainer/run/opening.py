@@ -36,14 +36,14 @@ from gpipe_hpc.trainer.run.folder import (
 )
 from gpipe_hpc.trainer.run.identity import (
     STARTS,
-    Run,
+    RunIdentity,
     known_starts,
     read_run,
     write_run,
     write_start,
 )
 from gpipe_hpc.trainer.run.lock import RunLock
-from gpipe_hpc.trainer.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
+from gpipe_hpc.trainer.signals import REQUEUE_EXIT_CODE, ProcessExit, StopRequest
 from gpipe_hpc.trainer.writers import METRICS_FILE
 
 CONFIG_FILE: Final = "config.yaml"
@@ -86,19 +86,19 @@ def own_folder(
     folder = Path(config.run.dir or default_run_folder()).absolute()
     new = _missing_folders(folder)
 
-    def clear(_: Ending | None = None) -> None:
+    def clear(_: ProcessExit | None = None) -> None:
         if new and config.run.dir is None:
             _remove_unused(folder, new)
 
     is_locked = False
 
-    def give_back(ending: Ending) -> None:
+    def release(ending: ProcessExit) -> None:
         if ending.code == REQUEUE_EXIT_CODE:
             _mark_requeue(folder)
-        lock.give_back()
+        lock.release()
 
     try:
-        with stop.doing_last(clear), _locked(folder, launchers) as lock, stop.doing_last(give_back):
+        with stop.before_exit(clear), _locked(folder, launchers) as lock, stop.before_exit(release):
             is_locked = True
             with _outcome_marks(folder, config):
                 yield lock
@@ -171,12 +171,12 @@ def _locked(folder: Path, launchers: Set[str]) -> RunLock:
     try:
         restart = find_restart(folder, launchers=launchers)
         folder.mkdir(parents=True, exist_ok=True)
-        return RunLock.take(folder, waits=restart.by_launcher or restart.has_mark)
+        return RunLock.acquire(folder, waits=restart.by_launcher or restart.has_mark)
     except OSError as error:
         raise _unwritable(folder, error) from error
 
 
-def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> Run:
+def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> RunIdentity:
     """Write the files of a new start into the locked run folder.
 
     Settings of earlier starts are renamed to config_1.yaml and so on. A start that only validates
@@ -190,7 +190,7 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     restart = find_restart(folder, launchers=launchers)
     told = read_run(folder)
     if told and last_step(config.train) == 0:
-        return Run(folder, told["id"], restart.by_launcher)
+        return RunIdentity(folder, told["id"], restart.by_launcher)
     last_start = read_settings(folder / CONFIG_FILE)
     changed = changes(last_start, config)
     differing = _differing(config, folder, last_start)
@@ -214,7 +214,7 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     except OSError as error:
         raise _unwritable(folder, error) from error
     known = tuple(known_starts(about).items())
-    return Run(folder, name, restart.by_launcher, tuple(notes), lineage, known)
+    return RunIdentity(folder, name, restart.by_launcher, tuple(notes), lineage, known)
 
 
 def record_start(folder: Path, steps_done: int, start: str | None) -> None:

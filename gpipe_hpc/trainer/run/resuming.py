@@ -5,18 +5,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpipe_hpc.checkpoint import Verified, read_facts, verify
-from gpipe_hpc.comm.collectives.group import Gathering
+from gpipe_hpc.comm.collectives.group import ControlGroup
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.trainer.run.folder import Checkpoints
 
 log = logging.getLogger("gpipe_hpc.train")
 
 
-def newest_whole(
+def newest_intact(
     checkpoints: Checkpoints,
     resume: str,
     is_restart: bool,
-    group: Gathering,
+    group: ControlGroup,
     rank: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> Verified | None:

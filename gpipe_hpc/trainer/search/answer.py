@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from gpipe_hpc.config import check_planning
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planner.search.candidates import Space
-from gpipe_hpc.planner.search.fewest import Fewest
+from gpipe_hpc.planner.search.minimum_ranks import MinimumRanks
 from gpipe_hpc.planner.search.ranking import Ranking, merged, search
 from gpipe_hpc.planner.search.text import (
     counts_text,
@@ -16,38 +16,38 @@ from gpipe_hpc.planner.search.text import (
     precisions_text,
     table_text,
 )
-from gpipe_hpc.planner.search.trial import Choices, MemoryExcess, Trial
+from gpipe_hpc.planner.search.trial import CandidateEvaluation, CombiningChoices, MemoryExcess
 from gpipe_hpc.settings import Config
-from gpipe_hpc.trainer.search.from_settings import Came, Searching
+from gpipe_hpc.trainer.search.from_settings import LayoutSearch, StartedRanks
 from gpipe_hpc.units import bytes_text
 
 _MAX_LISTED: Final = 8  # maximum number of ranks listed with their shortage
 
 
-class Answer(NamedTuple):
+class SearchAnswer(NamedTuple):
     """Result of a search: the fastest layout (None if none fits), its text, and the ranking."""
 
-    chosen: Trial | None
+    chosen: CandidateEvaluation | None
     text: str
     ranking: Ranking
 
 
-def compared(config: Config, words: Sequence[str] = ()) -> Answer:
+def compared(config: Config, words: Sequence[str] = ()) -> SearchAnswer:
     """Search the layouts that the settings allow, keeping the layout settings of the command line.
 
     `words` are the settings on the command line. Raises ConfigError, ModelError or PartitionError
     for settings that are invalid on any number of ranks.
     """
     check_planning(config, None)
-    return _ranked(Searching.in_each_precision(config, words))
+    return _ranked(LayoutSearch.in_each_precision(config, words))
 
 
-def compared_on(config: Config, words: Sequence[str], came: Came) -> Answer:
+def compared_on(config: Config, words: Sequence[str], ranks: StartedRanks) -> SearchAnswer:
     """Search like `compared`, for the running ranks `came`."""
-    return _ranked([Searching.of(config, words, came)])
+    return _ranked([LayoutSearch.of(config, words, ranks)])
 
 
-def _ranked(searches: Sequence[Searching]) -> Answer:
+def _ranked(searches: Sequence[LayoutSearch]) -> SearchAnswer:
     config = searches[0].config
     num_ranks = searches[0].num_ranks()
     heads = ["\n".join(f"Warning: {doubt}" for doubt in searches[0].doubts)]
@@ -59,7 +59,7 @@ def _ranked(searches: Sequence[Searching]) -> Answer:
     return _answer(searches, num_ranks, heads)
 
 
-def _fewest(searches: Sequence[Searching]) -> Fewest:
+def _fewest(searches: Sequence[LayoutSearch]) -> MinimumRanks:
     """Return the smallest number of ranks in any precision; raise ConfigError if there is none."""
     found, refusals = [], []
     for each in searches:
@@ -72,31 +72,31 @@ def _fewest(searches: Sequence[Searching]) -> Fewest:
     return min(found, key=lambda fewest: fewest.num_ranks)
 
 
-def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str]) -> Answer:
+def _answer(searches: Sequence[LayoutSearch], num_ranks: int, heads: Sequence[str]) -> SearchAnswer:
     config = searches[0].config
     spaces = [each.space(num_ranks) for each in searches]
     grounds = [each.on(num_ranks) for each in searches]
-    space, ground = spaces[0], grounds[0]
+    space, cache = spaces[0], grounds[0]
     if space.is_empty:
         raise _unfactored(space)
     ranking = merged([search(*each) for each in zip(spaces, grounds, strict=True)])
-    choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
+    choices = CombiningChoices.of(space.base, space.fixed, len(cache.machine.cluster.hosts))
     num_ways = len(list(choices.all()))
     measured = searches[0].measured
-    machine = "\n".join([machine_text(ground, space, measured), *searches[0].notes])
+    machine = "\n".join([machine_text(cache, space, measured), *searches[0].notes])
     if space.precision is not None:
         pairs = zip(spaces, grounds, strict=True)
         machine = f"{machine}\n{precisions_text(pairs, is_measured=bool(measured))}"
     parts = [*heads, machine, counts_text(ranking, num_ways)]
     if not ranking.trials:
         parts.append(_lacking_text(searches, ranking, num_ranks))
-        return Answer(None, "\n\n".join(parts), ranking)
+        return SearchAnswer(None, "\n\n".join(parts), ranking)
     parts.append(table_text(ranking, space.base, config.train.batch_size, config.plan.shown))
-    parts.append(notes_text(ground, _layers_as(searches[0]), _rest_as(config)))
-    return Answer(ranking.trials[0], "\n\n".join(parts), ranking)
+    parts.append(notes_text(cache, _layers_as(searches[0]), _rest_as(config)))
+    return SearchAnswer(ranking.trials[0], "\n\n".join(parts), ranking)
 
 
-def _layers_as(searching: Searching) -> str:
+def _layers_as(searching: LayoutSearch) -> str:
     """Describe how the layer times were obtained."""
     if searching.notes:
         return "measured by a run (plan.calibration)"
@@ -131,7 +131,7 @@ def _unfactored(space: Space) -> ConfigError:
     )
 
 
-def _fewest_text(fewest: Fewest, config: Config) -> str:
+def _fewest_text(fewest: MinimumRanks, config: Config) -> str:
     limit = config.pipeline.memory_bytes
     ranks = "1 rank" if fewest.num_ranks == 1 else f"{fewest.num_ranks} ranks"
     parts = [f"the model fits on {ranks} of {bytes_text(limit)}", fewest.fewer_text()]
@@ -161,7 +161,7 @@ def _others_missing(nearest: MemoryExcess) -> str:
     return f"; other ranks lack: {', '.join(told)}" if told else ""
 
 
-def _lacking_text(searches: Sequence[Searching], ranking: Ranking, num_ranks: int) -> str:
+def _lacking_text(searches: Sequence[LayoutSearch], ranking: Ranking, num_ranks: int) -> str:
     """Describe how much memory the closest layout lacks, and how many ranks suffice."""
     lines = []
     limit = searches[0].config.pipeline.memory_bytes
@@ -189,7 +189,7 @@ def _lacking_text(searches: Sequence[Searching], ranking: Ranking, num_ranks: in
     return "\n".join(lines)
 
 
-def _within(searching: Searching, memory_bytes: float) -> Searching:
+def _within(searching: LayoutSearch, memory_bytes: float) -> LayoutSearch:
     """Return the same search with one memory limit for all ranks."""
     config = searching.config
     pipeline = replace(config.pipeline, memory_bytes=memory_bytes)

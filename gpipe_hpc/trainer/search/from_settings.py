@@ -8,26 +8,25 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.config import bind_loss, build_target
 from gpipe_hpc.data.shapes import microbatch
-from gpipe_hpc.device.cores.to_come import Share, share_of_bound
-from gpipe_hpc.device.device import Device, device_to_come, name_here
+from gpipe_hpc.device.cores.planned_ranks import CpuShare, share_of_bound
+from gpipe_hpc.device.device import Device, name_here, planned_device
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
-from gpipe_hpc.planner import Counted, Example, Gauge, Measured
-from gpipe_hpc.planner.advice import Known
+from gpipe_hpc.planner import CostModel, CountedCosts, Example, MeasuredCosts
+from gpipe_hpc.planner.advice import KnownCosts
 from gpipe_hpc.planner.cluster_file import read_cluster
 from gpipe_hpc.planner.costs.calibration import check_calibration, read_calibration
+from gpipe_hpc.planner.costs.cost_models import MEASURED, LayerTimes
 from gpipe_hpc.planner.costs.counted import ModelCount
-from gpipe_hpc.planner.costs.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planner.costs.rates import Rates
 from gpipe_hpc.planner.cutting.pins import read_pins
+from gpipe_hpc.planner.search.cache import SearchCache
 from gpipe_hpc.planner.search.candidates import Space
-from gpipe_hpc.planner.search.fewest import Fewest, fewest_ranks
-from gpipe_hpc.planner.search.ground import Ground
 from gpipe_hpc.planner.search.machine import FREE, Machine
+from gpipe_hpc.planner.search.minimum_ranks import MinimumRanks, find_minimum_ranks
 from gpipe_hpc.planner.search.scaling import Scaling
 from gpipe_hpc.schedule import Cluster
 from gpipe_hpc.settings import Config, refuse
-from gpipe_hpc.trainer.asking import request_of
 from gpipe_hpc.trainer.machines import (
     cluster_of,
     doubts_of_prices,
@@ -37,12 +36,13 @@ from gpipe_hpc.trainer.machines import (
     slow_once,
     with_process,
 )
-from gpipe_hpc.trainer.measuring.as_a_rank import (
-    how_measured,
-    measured_as_a_rank,
+from gpipe_hpc.trainer.measuring.rank_emulation import (
+    measured_under_load,
+    measurement_mode,
     on_threads,
     share_of_rank,
 )
+from gpipe_hpc.trainer.pipeline_request import request_of
 
 PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -75,7 +75,7 @@ def fixed_by(words: Sequence[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-class Came(NamedTuple):
+class StartedRanks(NamedTuple):
     """Measured speeds and hosts of the ranks of a run that has started.
 
     Attributes:
@@ -93,7 +93,7 @@ class Came(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Searching:
+class LayoutSearch:
     """A search over layouts, set up from the settings.
 
     Attributes:
@@ -108,14 +108,16 @@ class Searching:
 
     config: Config
     fixed: frozenset[str]
-    ground: Ground
-    came: Came | None = None
+    cache: SearchCache
+    ranks: StartedRanks | None = None
     doubts: Sequence[str] = ()
     notes: Sequence[str] = ()
     measured: str = ""
 
     @classmethod
-    def of(cls, config: Config, words: Sequence[str], came: Came | None = None) -> "Searching":
+    def of(
+        cls, config: Config, words: Sequence[str], ranks: StartedRanks | None = None
+    ) -> "LayoutSearch":
         """Return the search for the settings; raise ConfigError if they cannot be searched.
 
         `words`: the settings on the command line; `came`: the ranks, if they are running.
@@ -123,12 +125,12 @@ class Searching:
         fixed = fixed_by(words)
         _refuse_what_is_no_search(config, fixed)
         model = normalise_layers(build_target("model", config.model))
-        device = device_to_come(config.train.device)
+        device = planned_device(config.train.device)
         counted = _counting(config, model, device)
         scaling, doubts = _scaling(config, counted, device)
         is_measured = config.plan.measures_layers and scaling is None
-        if came is not None:
-            rates = came.rates
+        if ranks is not None:
+            rates = ranks.rates
         elif is_measured:
             rates = Rates.alike(1.0)
         elif scaling is not None and config.plan.flops_per_s is None and device.is_accelerator:
@@ -136,81 +138,83 @@ class Searching:
         else:
             with on_threads(_share(config, device, None)):
                 rates = rates_of(config, device)
-        copies = _host_copies(config, came)
+        copies = _host_copies(config, ranks)
         machine = machine_of(config, device, cluster_of(config, 1), rates, copies)
-        gauge_of: Callable[[int], Gauge] = counted
+        cost_model_of: Callable[[int], CostModel] = counted
         measured = ""
         if scaling is not None:
-            gauge_of = _scaled(scaling, machine, counted, came)
+            cost_model_of = _scaled(scaling, machine, counted, ranks)
         elif is_measured:
-            share = _share(config, device, came)
-            gauge_of = _measuring(config, counted, came, share)
-            measured = how_measured(share)
+            share = _share(config, device, ranks)
+            cost_model_of = _measuring(config, counted, ranks, share)
+            measured = measurement_mode(share)
         policy = config.pipeline.partition
         pins = read_pins(config.pipeline.pins, model)
         alone: Callable[[int], ModelCount] | None = None
         if config.train.precision != "float32" and not config.pipeline.offload:
             alone = partial(_without_shared_casts, counted)
-        ground = Ground(machine, model, gauge_of, config.train.batch_size, policy, pins, alone)
+        cache = SearchCache(
+            machine, model, cost_model_of, config.train.batch_size, policy, pins, alone
+        )
         doubts = [*doubts, *doubts_of_prices(config, device)]
         notes = () if scaling is None else (scaling.text(), *notes_of_calibration(config))
-        return cls(config, fixed, ground, came, doubts, notes, measured)
+        return cls(config, fixed, cache, ranks, doubts, notes, measured)
 
     @classmethod
     def in_each_precision(
-        cls, config: Config, words: Sequence[str], came: Came | None = None
-    ) -> "tuple[Searching, ...]":
+        cls, config: Config, words: Sequence[str], ranks: StartedRanks | None = None
+    ) -> "tuple[LayoutSearch, ...]":
         """Return one search per precision of plan.precisions, or one for train.precision."""
         found = []
         for precision, rate in (config.plan.precisions or {config.train.precision: None}).items():
             train = replace(config.train, precision=precision)
             plan = replace(config.plan, flops_per_s=rate or config.plan.flops_per_s)
-            found.append(cls.of(replace(config, train=train, plan=plan), words, came))
+            found.append(cls.of(replace(config, train=train, plan=plan), words, ranks))
         return tuple(found)
 
     def space(self, num_ranks: int) -> Space:
         """Return the set of candidate layouts for a number of ranks."""
-        device = device_to_come(self.config.train.device)
-        process_bytes = self.ground.machine.prices.process_bytes
+        device = planned_device(self.config.train.device)
+        process_bytes = self.cache.machine.prices.process_bytes
         base = with_process(request_of(self.config), process_bytes, device)
         paces = base.paces
-        if isinstance(paces, str) or (paces is None and self.came and self.came.paces):
+        if isinstance(paces, str) or (paces is None and self.ranks and self.ranks.paces):
             known = self._cluster(num_ranks).paces
             paces = [known.get(rank, 1.0) for rank in range(num_ranks)] if known else None
-        copies = _host_copies(self.config, self.came)
+        copies = _host_copies(self.config, self.ranks)
         may_offload = copies is not None and base.memory_bytes is not None
         return Space(
             replace(base, paces=paces),
             num_ranks,
             self.config.train.batch_size,
-            len(self.ground.layers),
+            len(self.cache.layers),
             self.fixed,
             (False, True) if may_offload else (False,),
             self.config.train.precision if self.config.plan.precisions else None,
         )
 
-    def on(self, num_ranks: int) -> Ground:
+    def on(self, num_ranks: int) -> SearchCache:
         """Return the cost cache for a number of ranks and the links between them."""
         cluster, given = self._cluster(num_ranks), self.space(num_ranks).base.paces
         paces = [float(pace) for pace in given or ()]
         # If ranks are running, times are those of the fastest rank.
         plan = self.config.plan
         is_measured = plan.measures_layers or plan.calibration is not None
-        of_rank_0 = self.came is None and is_measured
+        of_rank_0 = self.ranks is None and is_measured
         own = 1.0 if of_rank_0 or not paces else paces[0]
-        return self.ground.on(slow_once(cluster, paces, own))
+        return self.cache.on(slow_once(cluster, paces, own))
 
     def _cluster(self, num_ranks: int) -> Cluster:
         """Return the cluster, with slowdowns of ranks as measured, else from plan.links."""
-        if self.came is None:
+        if self.ranks is None:
             return cluster_of(self.config, num_ranks)
-        found = cluster_of(self.config, num_ranks, self.came.hosts)
-        return replace(found, paces=dict(enumerate(self.came.paces)) or found.paces)
+        found = cluster_of(self.config, num_ranks, self.ranks.hosts)
+        return replace(found, paces=dict(enumerate(self.ranks.paces)) or found.paces)
 
     def num_ranks(self) -> int | None:
         """Return the number of ranks; None to search the smallest number with enough memory."""
-        if self.came is not None:
-            return sum(self.came.hosts)
+        if self.ranks is not None:
+            return sum(self.ranks.hosts)
         found = _ranks_asked(self.config)
         if found is None and self.config.pipeline.memory_bytes is None:
             raise refuse(
@@ -222,7 +226,7 @@ class Searching:
             )
         return found
 
-    def fewest(self) -> Fewest:
+    def fewest(self) -> MinimumRanks:
         """Return the smallest number of ranks on which the model fits in pipeline.memory_bytes."""
         if isinstance(self.config.pipeline.memory_bytes, list):
             raise refuse(
@@ -231,12 +235,12 @@ class Searching:
                 self.config.pipeline.memory_bytes,
                 "set plan.ranks, or pass one number",
             )
-        return fewest_ranks(self.space, lambda n: self.ground.on(_alike(n)))
+        return find_minimum_ranks(self.space, lambda n: self.cache.on(_alike(n)))
 
 
-def _host_copies(config: Config, came: Came | None) -> float | None:
+def _host_copies(config: Config, ranks: StartedRanks | None) -> float | None:
     """Return the device-to-host bandwidth in bytes/s, or None if unknown."""
-    return config.plan.host_copy_bytes_per_s or (came and came.host_copy_bytes_per_s)
+    return config.plan.host_copy_bytes_per_s or (ranks and ranks.host_copy_bytes_per_s)
 
 
 def _alike(num_ranks: int) -> Cluster:
@@ -281,41 +285,43 @@ def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
         )
 
 
-def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callable[[int], Counted]:
+def _counting(
+    config: Config, layers: Sequence[Layer], device: Device
+) -> Callable[[int], CountedCosts]:
     """Return a function that counts FLOPs and bytes of the layers for a micro-batch size."""
 
-    def counted(num_samples: int) -> Counted:
+    def counted(num_samples: int) -> CountedCosts:
         sample = microbatch(config.data, num_samples)
         loss_fn: Callable[[Any, Any], Any] = (
             bind_loss(config.loss) if config.loss else loss_function(sample.loss)
         )
         example = Example(sample.inputs, sample.targets, loss_fn, config.train.seed, device)
-        return Counted(
+        return CountedCosts(
             layers, example, config.train.precision, shares_casts=not config.pipeline.offload
         )
 
     return counted
 
 
-def _without_shared_casts(counted: Callable[[int], Counted], num_samples: int) -> ModelCount:
+def _without_shared_casts(counted: Callable[[int], CountedCosts], num_samples: int) -> ModelCount:
     return replace(counted(num_samples), shares_casts=False).count
 
 
-def gauge_of_layers(config: Config, device: Device, num_samples: int) -> Measured:
+def cost_model_of_layers(config: Config, device: Device, num_samples: int) -> MeasuredCosts:
     """Return the times of each layer, measured on first access for a micro-batch of `num_samples`.
 
     Layers run in this process with its threads, without load generators.
     """
     layers = normalise_layers(build_target("model", config.model))
-    return measured_as_a_rank(
+    return measured_under_load(
         config, _counting(config, layers, device)(num_samples), num_samples, None
     )
 
 
-def _share(config: Config, device: Device, came: Came | None) -> Share | None:
+def _share(config: Config, device: Device, ranks: StartedRanks | None) -> CpuShare | None:
     """Return the threads and competing processes of a rank for measurements, or None if unknown."""
-    if came is not None:
-        return None if device.is_accelerator else share_of_bound(came.hosts[0])
+    if ranks is not None:
+        return None if device.is_accelerator else share_of_bound(ranks.hosts[0])
     return share_of_rank(config, device, _ranks_asked(config))
 
 
@@ -328,7 +334,7 @@ def _ranks_asked(config: Config) -> int | None:
 
 
 def _scaling(
-    config: Config, counted: Callable[[int], Counted], device: Device
+    config: Config, counted: Callable[[int], CountedCosts], device: Device
 ) -> tuple[Scaling | None, list[str]]:
     """Return the layer times of plan.calibration, if set, and warnings about them.
 
@@ -345,38 +351,49 @@ def _scaling(
             f"multiple of {sample_bytes} bytes, got {found.input_bytes}; pass the file of a run "
             f"with these settings, or omit plan.calibration"
         )
-    gauge = counted(samples)
+    cost_model = counted(samples)
     precision = config.train.precision
     doubts = check_calibration(
-        found, path, gauge.count, device=device.type, name=name_here(device), precision=precision
+        found,
+        path,
+        cost_model.count,
+        device=device.type,
+        name=name_here(device),
+        precision=precision,
     )
-    return Scaling(found, path, samples, gauge), doubts
+    return Scaling(found, path, samples, cost_model), doubts
 
 
 def _scaled(
-    scaling: Scaling, machine: Machine, counted: Callable[[int], Counted], came: Came | None
-) -> Callable[[int], Gauge]:
+    scaling: Scaling,
+    machine: Machine,
+    counted: Callable[[int], CountedCosts],
+    ranks: StartedRanks | None,
+) -> Callable[[int], CostModel]:
     """Return a function that scales the layer times of plan.calibration to a micro-batch size.
 
     These are the times of rank 0, and are converted to those of the fastest rank.
     """
-    pace = came.paces[0] if came is not None and came.paces else 1.0
+    pace = ranks.paces[0] if ranks is not None and ranks.paces else 1.0
     return lambda num_samples: scaling.scaled(counted(num_samples), machine, pace)
 
 
 def _measuring(
-    config: Config, counted: Callable[[int], Counted], came: Came | None, share: Share | None
-) -> Callable[[int], Gauge]:
+    config: Config,
+    counted: Callable[[int], CountedCosts],
+    ranks: StartedRanks | None,
+    share: CpuShare | None,
+) -> Callable[[int], CostModel]:
     """Return a function that measures the layers on this rank for a micro-batch size.
 
     If ranks are running, this is rank 0, whose times are converted to those of the fastest rank.
     """
-    pace = came.paces[0] if came is not None and came.paces else 1.0
+    pace = ranks.paces[0] if ranks is not None and ranks.paces else 1.0
 
-    def measured(num_samples: int) -> Gauge:
+    def measured(num_samples: int) -> CostModel:
         counts = counted(num_samples)
-        of_here = measured_as_a_rank(config, counts, num_samples, share).times
+        of_here = measured_under_load(config, counts, num_samples, share).times
         times = tuple(LayerTimes(*(part / pace for part in each)) for each in of_here)
-        return Known(counts.layers, times, counts.count, MEASURED)
+        return KnownCosts(counts.layers, times, counts.count, MEASURED)
 
     return measured

@@ -4,20 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.config import bind_loss
 from gpipe_hpc.data import DataFacts
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, LossFunction, looks_back, loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planner import Partition
-from gpipe_hpc.planner.costs.gauges import MEASURED
+from gpipe_hpc.planner.costs.cost_models import MEASURED
 from gpipe_hpc.planner.cutting.partition import SIMULATED
 from gpipe_hpc.planner.memory.by_rank import MEASURED_PACES
 from gpipe_hpc.pytree import Nest
 from gpipe_hpc.settings import Config
-from gpipe_hpc.trainer.asking import request_of
 from gpipe_hpc.trainer.machines import process_bytes_of, with_process
+from gpipe_hpc.trainer.pipeline_request import request_of
 
 
 def loss_of(config: Config, facts: DataFacts, layers: Sequence[Layer]) -> LossFunction:
@@ -64,9 +64,9 @@ def _process_bytes(config: Config, world: World) -> int:
     """Return the planned bytes of a process besides tensors, read by rank 0. Collective."""
     if config.plan.prices is None and config.plan.calibration is None:
         return 0
-    with together(world, "reading the memory of a process"):
+    with collective_errors(world, "reading the memory of a process"):
         own = 0 if world.rank else process_bytes_of(config, world.device)
-        told: int = world.everybody.broadcast_object(own, root=0)
+        told: int = world.world_group.broadcast_object(own, root=0)
     return told
 
 

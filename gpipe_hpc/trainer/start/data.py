@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpipe_hpc.comm.watchdog.patience import patiently
+from gpipe_hpc.comm.watchdog.heartbeat import run_with_heartbeat
 from gpipe_hpc.comm.world.groups import check_agreement
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.data import DataFacts, DataSource, Identity, identify, open_data
 from gpipe_hpc.settings import Config
 
@@ -17,7 +17,7 @@ INDEX_FOLDER: Final = "index"
 """Folder within the run folder for indices of data in read-only folders."""
 
 
-class Opened(NamedTuple):
+class OpenedData(NamedTuple):
     """The opened data and facts about it; `source` is None on ranks that have not opened the data.
 
     `baseline`, the loss of a trivial prediction, is only known on rank 0.
@@ -31,14 +31,14 @@ class Opened(NamedTuple):
 
 def open_data_first(
     config: Config, world: World, folder: Path, check: Callable[[Identity], None]
-) -> Opened:
+) -> OpenedData:
     """Open the data on rank 0 and broadcast facts about it. Collective.
 
     Other ranks open the data later if they need it: on a cluster, a thousand ranks would list the
     same folders. `check` is called on rank 0 with the data's identity and may raise an error.
     """
 
-    def first() -> Opened:
+    def first() -> OpenedData:
         source, facts = _open(config, folder)
         counts = f"{source.train.num_samples:,} training samples, "
         counts += f"{source.validation.num_samples:,} validation samples"
@@ -52,18 +52,18 @@ def open_data_first(
             )
         identity = identify(source, config.data, config.train)
         check(identity)
-        return Opened(source, facts, identity, source.baseline())
+        return OpenedData(source, facts, identity, source.baseline())
 
     work = first if world.rank == 0 else None
-    opened = patiently(world, "opening the data", work, idle_s=config.comm.timeout_s)
-    with together(world, "opening the run"):
-        facts: DataFacts = world.everybody.broadcast_object(opened and opened.facts, root=0)
-        identity: Identity = world.everybody.broadcast_object(opened and opened.identity, root=0)
-    return opened or Opened(None, facts, identity, None)
+    opened = run_with_heartbeat(world, "opening the data", work, idle_s=config.comm.timeout_s)
+    with collective_errors(world, "opening the run"):
+        facts: DataFacts = world.world_group.broadcast_object(opened and opened.facts, root=0)
+        identity: Identity = world.world_group.broadcast_object(opened and opened.identity, root=0)
+    return opened or OpenedData(None, facts, identity, None)
 
 
 def open_data_where_needed(
-    config: Config, world: World, folder: Path, opened: Opened, *, is_needed: bool
+    config: Config, world: World, folder: Path, opened: OpenedData, *, is_needed: bool
 ) -> DataSource | None:
     """Open the data on ranks that need it and have not opened it yet; return it. Collective.
 
@@ -71,9 +71,11 @@ def open_data_where_needed(
     """
     own = opened.source, opened.facts
     work = (lambda: _open(config, folder)) if is_needed and opened.source is None else None
-    source, seen = patiently(world, "opening the data", work, idle_s=config.comm.timeout_s) or own
-    with together(world, "comparing the data"):
-        check_agreement(world.everybody, {"data": seen.digests})
+    source, seen = (
+        run_with_heartbeat(world, "opening the data", work, idle_s=config.comm.timeout_s) or own
+    )
+    with collective_errors(world, "comparing the data"):
+        check_agreement(world.world_group, {"data": seen.digests})
     return source
 
 

@@ -1,7 +1,7 @@
 """Read samples before training, to measure layers or check the data."""
 
 from gpipe_hpc.batches import unwrapped
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.data import BatchReader, DataSource, ReadRequest, ShuffledSampler, tolerance
 from gpipe_hpc.data.dataset import samples_that_fit
 from gpipe_hpc.errors import ConfigError
@@ -18,7 +18,7 @@ def example_of(
     is_counted = pipeline.recompute == "budget" or pipeline.memory_bytes is not None
     if source is None or not (pipeline.partition in ("time", SIMULATED) or is_counted):
         return None
-    with together(world, "reading an example"):
+    with collective_errors(world, "reading an example"):
         return first_microbatch(config, source, sampler)
 
 

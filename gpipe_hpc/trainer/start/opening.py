@@ -8,29 +8,29 @@ from typing import Any
 
 from gpipe_hpc.checkpoint import BackgroundSaver
 from gpipe_hpc.checkpoint.in_memory import NeighbourCopies
-from gpipe_hpc.comm.watchdog.patience import patiently
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.comm.watchdog.heartbeat import run_with_heartbeat
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.config import build_target, on_ranks
 from gpipe_hpc.data import CorruptTally, ShuffledSampler, tolerance
-from gpipe_hpc.data.position import goes_on
+from gpipe_hpc.data.position import continues_data
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.optim.large_batch.adascale import AdaScale
 from gpipe_hpc.optim.large_batch.ramp import batch_size_at
 from gpipe_hpc.optim.optimizer import build_optimizer
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planner.forecast import RankForecast
-from gpipe_hpc.planner.foresight import Foresight, foresee
+from gpipe_hpc.planner.run_forecast import RunForecast, forecast_run
 from gpipe_hpc.settings import Config
 from gpipe_hpc.trainer.run.folder import Checkpoints
-from gpipe_hpc.trainer.run.identity import Run
+from gpipe_hpc.trainer.run.identity import RunIdentity
 from gpipe_hpc.trainer.run.lock import RunLock
 from gpipe_hpc.trainer.run.opening import record_start
 from gpipe_hpc.trainer.session import ADASCALE, Session
 from gpipe_hpc.trainer.start.building import build_pipeline, loss_of
 from gpipe_hpc.trainer.start.checks import check_labels, check_model
-from gpipe_hpc.trainer.start.data import Opened, open_data_first, open_data_where_needed
+from gpipe_hpc.trainer.start.data import OpenedData, open_data_first, open_data_where_needed
 from gpipe_hpc.trainer.start.example import example_of, first_microbatch
-from gpipe_hpc.trainer.start.origin import Origin
+from gpipe_hpc.trainer.start.origin import StartState
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -38,7 +38,7 @@ log = logging.getLogger("gpipe_hpc.train")
 def open_session(
     config: Config,
     world: World,
-    run: Run,
+    run: RunIdentity,
     lock: RunLock | None,
     copies: NeighbourCopies | None = None,
     asked: Config | None = None,
@@ -54,17 +54,17 @@ def open_session(
         asked: the settings as given, if a search has chosen the layout in `config`.
     """
     checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
-    origin = Origin(config, world, run, checkpoints, copies)
+    origin = StartState(config, world, run, checkpoints, copies)
     opened = open_data_first(config, world, run.folder, origin.check_data)
     session = _built(config, world, run, lock, copies, checkpoints, origin, opened)
     session.asked = asked or config
     extra = origin.take_over(session.pipe, session.optimizer, opened.identity)
-    if extra is not None and goes_on(extra, opened.identity, config.checkpoint.data):
+    if extra is not None and continues_data(extra, opened.identity, config.checkpoint.data):
         session.position = int(extra["position"])
         session.tally = CorruptTally(session.tally.limit, extra.get("corrupt", ()))
     if extra is not None and session.adascale is not None:
         _restore(session.adascale, extra, session.pipe.steps_done)
-    with together(world, "opening the run"):
+    with collective_errors(world, "opening the run"):
         if world.rank == 0 and run.lineage:
             steps_done, start = session.pipe.steps_done, None if copies is None else copies.start
             record_start(run.folder, steps_done, start)
@@ -77,12 +77,12 @@ def open_session(
 def _built(
     config: Config,
     world: World,
-    run: Run,
+    run: RunIdentity,
     lock: RunLock | None,
     copies: NeighbourCopies | None,
     checkpoints: Checkpoints,
-    origin: Origin,
-    opened: Opened,
+    origin: StartState,
+    opened: OpenedData,
 ) -> Session:
     """Return the session of a run before any state is restored."""
     asked, config = config, on_ranks(config, world.size)
@@ -90,7 +90,7 @@ def _built(
     sampler = ShuffledSampler(
         opened.facts.num_samples, train.batch_size, train.seed, partial(batch_size_at, train=train)
     )
-    with together(world, "opening the run"):
+    with collective_errors(world, "opening the run"):
         if world.rank == 0:
             origin.move_aside()
         layers = build_target("model", config.model)
@@ -103,8 +103,8 @@ def _built(
     look_ahead = None
     if opened.source is not None and opened.source.train.num_samples:
         read = partial(first_microbatch, config, opened.source, sampler)
-        look_ahead = partial(foresee, pipe, layers, loss_fn, read, len(sampler.batch(0)[0]))
-    foreseen = patiently(world, "counting the layers", look_ahead)
+        look_ahead = partial(forecast_run, pipe, layers, loss_fn, read, len(sampler.batch(0)[0]))
+    foreseen = run_with_heartbeat(world, "counting the layers", look_ahead)
     planned = _planned(world, foreseen)
     pipe.expect_memory(planned)
     is_needed = pipe.needs_inputs or pipe.needs_targets
@@ -134,20 +134,20 @@ def _built(
 
 def _refuse_frozen(world: World, pipe: Pipeline) -> None:
     """Raise ModelError on all ranks if no parameter requires a gradient. Collective."""
-    with together(world, "opening the run"):
+    with collective_errors(world, "opening the run"):
         own = any(parameter.requires_grad for _, parameter in pipe.named_parameters())
-        if not world.everybody.merge_object(own, or_):
+        if not world.world_group.merge_object(own, or_):
             raise ModelError(
                 f"model: none of its {len(pipe.all_parameters)} parameters requires a gradient; "
                 "unfreeze some with requires_grad_(True)"
             )
 
 
-def _planned(world: World, foreseen: Foresight | None) -> tuple[RankForecast, ...] | None:
+def _planned(world: World, foreseen: RunForecast | None) -> tuple[RankForecast, ...] | None:
     """Return rank 0's memory forecast of each stage rank, on all ranks. Collective."""
     told = None if foreseen is None else [vars(rank) for rank in foreseen.ranks]
-    with together(world, "broadcasting the planned memory"):
-        rows: list[dict[str, Any]] | None = world.everybody.broadcast_object(told, root=0)
+    with collective_errors(world, "broadcasting the planned memory"):
+        rows: list[dict[str, Any]] | None = world.world_group.broadcast_object(told, root=0)
     return None if rows is None else tuple(RankForecast(**row) for row in rows)
 
 

@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from gpipe_hpc.checkpoint import Verified, read_facts
-from gpipe_hpc.checkpoint.in_memory import Found, NeighbourCopies
-from gpipe_hpc.comm.world.world import World, together
+from gpipe_hpc.checkpoint.in_memory import CopySet, NeighbourCopies
+from gpipe_hpc.comm.world.world import World, collective_errors
 from gpipe_hpc.data import Identity
 from gpipe_hpc.data.position import IDENTITY, check_data
 from gpipe_hpc.errors import CheckpointError
@@ -21,8 +21,8 @@ from gpipe_hpc.small_files import Number, OrNull, Values, mismatch
 from gpipe_hpc.trainer.horizon import last_step
 from gpipe_hpc.trainer.run.changed_settings import SETTINGS
 from gpipe_hpc.trainer.run.folder import OWNER, Checkpoints
-from gpipe_hpc.trainer.run.identity import Run
-from gpipe_hpc.trainer.run.resuming import newest_listed, newest_whole
+from gpipe_hpc.trainer.run.identity import RunIdentity
+from gpipe_hpc.trainer.run.resuming import newest_intact, newest_listed
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -37,7 +37,7 @@ _EXTRA: Final = {
 }
 
 
-class Resumed(NamedTuple):
+class ResumedCheckpoint(NamedTuple):
     """A checkpoint to resume from, with the facts of its manifest.
 
     `verified` is None if its files have not been verified yet.
@@ -65,7 +65,7 @@ class Resumed(NamedTuple):
         return extra
 
 
-class Origin:
+class StartState:
     """The state from which a run resumes: found on creation, restored by `take_over`. Collective.
 
     `in_memory` is the in-memory checkpoint, if it is at least as new as `resumed`, the checkpoint
@@ -76,14 +76,14 @@ class Origin:
         self,
         config: Config,
         world: World,
-        run: Run,
+        run: RunIdentity,
         checkpoints: Checkpoints,
         copies: NeighbourCopies | None,
     ) -> None:
         self._config, self._world, self._run = config, world, run
         self._checkpoints, self._copies = checkpoints, copies
-        with together(world, "opening the run"):
-            self.in_memory: Found | None = None if copies is None else copies.find()
+        with collective_errors(world, "opening the run"):
+            self.in_memory: CopySet | None = None if copies is None else copies.find()
             self.resumed = self._found()
             if self.in_memory is not None and self.resumed is not None:
                 is_newer = self.resumed.steps_done > self.in_memory.step
@@ -150,14 +150,14 @@ class Origin:
 
     def _fall_back(self, identity: Identity) -> None:
         """Switch from the in-memory checkpoint to the newest intact one on disk."""
-        with together(self._world, "opening the run"):
+        with collective_errors(self._world, "opening the run"):
             self.in_memory = None
             self.resumed = self._found()
             if self._world.rank == 0:
                 self.check_data(identity)
                 self.move_aside()
 
-    def _found(self) -> Resumed | None:
+    def _found(self) -> ResumedCheckpoint | None:
         """Return the newest intact checkpoint on disk, if any.
 
         If the in-memory checkpoint is at least as new, files are not read, and `verified` is None.
@@ -170,16 +170,16 @@ class Origin:
         if self.in_memory is not None:
             leads = world.rank == 0
             listed = newest_listed(self._checkpoints, resume, is_repeated) if leads else None
-            own = None if listed is None else Resumed(listed, read_facts(listed))
-            resumed: Resumed | None = world.everybody.broadcast_object(own, root=0)
+            own = None if listed is None else ResumedCheckpoint(listed, read_facts(listed))
+            resumed: ResumedCheckpoint | None = world.world_group.broadcast_object(own, root=0)
             if resumed is None or resumed.steps_done <= self.in_memory.step:
                 return resumed
 
         def say(activity: str) -> None:
             world.activity = activity
 
-        found = newest_whole(
-            self._checkpoints, resume, is_repeated, world.everybody, world.rank, say
+        found = newest_intact(
+            self._checkpoints, resume, is_repeated, world.world_group, world.rank, say
         )
         if found is None:
             return None
@@ -189,7 +189,7 @@ class Origin:
                 f"checkpoint {found.path}: not written by a run of gpipe_hpc.train: {wrong}; set "
                 "checkpoint.resume to another, or load this one by pipe.load"
             )
-        return Resumed(found.path, found.facts, found)
+        return ResumedCheckpoint(found.path, found.facts, found)
 
 
 def _log_change(before: Mapping[str, Any], pipe: Pipeline, position: int, source: str) -> None:

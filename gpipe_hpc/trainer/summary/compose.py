@@ -16,10 +16,10 @@ from gpipe_hpc import __version__
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planner.advice import MOST_ACTIONS
-from gpipe_hpc.planner.costs.gauges import MEASURED
+from gpipe_hpc.planner.costs.cost_models import MEASURED
 from gpipe_hpc.planner.costs.rates import Rates
 from gpipe_hpc.planner.forecast import RankForecast
-from gpipe_hpc.planner.foresight import shares_of
+from gpipe_hpc.planner.run_forecast import shares_of
 from gpipe_hpc.planner.search.whole_step import step_of
 from gpipe_hpc.planner.step_time import StepTime
 from gpipe_hpc.schedule import Timeline, simulate
@@ -34,7 +34,7 @@ from gpipe_hpc.trainer.machines import cluster_of, machine_of, slow_once
 from gpipe_hpc.trainer.session import Session
 from gpipe_hpc.trainer.summary.balance import balance
 from gpipe_hpc.trainer.summary.figures import RankFigures, idle_of_ranks
-from gpipe_hpc.trainer.summary.ledger import Ledger
+from gpipe_hpc.trainer.summary.ledger import RunStatistics
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -47,14 +47,14 @@ _DEFINITION: Final = (
 )
 
 
-class Ended(NamedTuple):
+class RunOutcome(NamedTuple):
     """Outcome of a run (running, done, stopped or failed), with the error of a failed one."""
 
     outcome: str
     error: str | None = None
 
 
-class Traced(NamedTuple):
+class MedianTrace(NamedTuple):
     """The median of the traced steps: a timeline for each replica, on a common clock.
 
     `file` is the path of its trace in the run folder.
@@ -68,10 +68,10 @@ class Traced(NamedTuple):
 
 def compose_summary(
     session: Session,
-    ledger: Ledger,
-    ended: Ended,
+    ledger: RunStatistics,
+    ended: RunOutcome,
     ranks: Sequence[RankFigures],
-    traced: Traced | None,
+    traced: MedianTrace | None,
     planned: StepTime | None,
 ) -> dict[str, Any]:
     """Return the content of the summary, on rank 0.
@@ -165,7 +165,7 @@ def _moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(seconds))
 
 
-def _throughput(session: Session, ledger: Ledger) -> dict[str, Any]:
+def _throughput(session: Session, ledger: RunStatistics) -> dict[str, Any]:
     samples_per_s = ledger.samples_per_s
     tokens = tokens_per_sample(session.config.data)
     tokens_per_s = None
@@ -213,7 +213,7 @@ def expected_step(session: Session) -> StepTime | None:
     return StepTime(timeline, timeline.end_of_compute)
 
 
-def _traced(traced: Traced) -> dict[str, Any]:
+def _traced(traced: MedianTrace) -> dict[str, Any]:
     bubbles = [timeline.bubble for timeline in traced.replicas]
     return {
         "step": traced.step,
@@ -224,7 +224,7 @@ def _traced(traced: Traced) -> dict[str, Any]:
 
 
 def _ranks(
-    session: Session, ranks: Sequence[RankFigures], traced: Traced | None
+    session: Session, ranks: Sequence[RankFigures], traced: MedianTrace | None
 ) -> list[dict[str, Any]]:
     if traced is None:
         times: list[dict[str, Any]] = [{"busy_s": None, "idle_s": None, "idle_causes": None}]
@@ -245,7 +245,7 @@ def _planned(rank: RankForecast) -> dict[str, int]:
     return {f"{part}_bytes": getattr(rank, f"{part}_bytes") for part in parts}
 
 
-def _advice(session: Session, traced: Traced, ended: Ended) -> list[dict[str, Any]]:
+def _advice(session: Session, traced: MedianTrace, ended: RunOutcome) -> list[dict[str, Any]]:
     """Return advice on how the traced step could become faster, for the replica with the most work.
 
     For a stopped run only quick simulations are made, since the process may soon be killed.

@@ -10,13 +10,13 @@ import torch
 from gpipe_hpc.device.cores.machine import allowed_cpus, cpus_text
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.schedule import BubbleCauses, Timeline, explain_measured
-from gpipe_hpc.trainer.one_step import Spent
+from gpipe_hpc.trainer.one_step import StepPartTimes
 from gpipe_hpc.trainer.summary.layer_clock import LayerTime
-from gpipe_hpc.trainer.traces.held import RecordedStep
+from gpipe_hpc.trainer.traces.recorded_steps import RecordedStep
 
 
 @dataclass
-class Sums:
+class TimeSums:
     """Total times of a rank over the steps of a start, in seconds, without its first step.
 
     The first step, which includes initialization, counts only if it is the only one.
@@ -28,7 +28,7 @@ class Sums:
     clipping_s: float = 0.0
     optimizer_s: float = 0.0
 
-    def add(self, computed_s: float, spent: Spent) -> None:
+    def add(self, computed_s: float, spent: StepPartTimes) -> None:
         """Add the times of a step."""
         if self.num_steps == 1:
             self.computed_s = self.reading_s = self.clipping_s = self.optimizer_s = 0.0
@@ -79,7 +79,7 @@ class RankFigures(NamedTuple):
         pipe: Pipeline,
         median: RecordedStep | None,
         memory_before_bytes: int,
-        sums: Sums,
+        sums: TimeSums,
         layers: tuple[LayerTime, ...],
     ) -> "RankFigures":
         """Collect the measurements of this rank."""

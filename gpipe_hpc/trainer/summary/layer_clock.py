@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-from gpipe_hpc.device.deferred import Mark, seconds_between, take_mark
+from gpipe_hpc.device.deferred import Mark, record_mark, seconds_between
 from gpipe_hpc.device.device import Device
 
 _NUM_STEPS: Final = 3  # timed steps, after the first, which includes initialization
@@ -49,10 +49,10 @@ class LayerClock:
             yield
 
     def _begin(self, began: dict[int, Mark], index: int, *_: Any) -> None:
-        began[index] = take_mark(self._device)
+        began[index] = record_mark(self._device)
 
     def _end(self, began: dict[int, Mark], index: int, *_: Any) -> None:
-        self._spans[index].append((began[index], take_mark(self._device)))
+        self._spans[index].append((began[index], record_mark(self._device)))
 
     def times(self) -> tuple[LayerTime, ...]:
         """Return the mean time of each layer that has run; on an accelerator this synchronizes."""

@@ -6,17 +6,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.trainer.one_step import Spent
+from gpipe_hpc.trainer.one_step import StepPartTimes
 
 _NUM_KEPT: Final = 10_000  # newest steps over which medians are computed
 
 
-class Times(NamedTuple):
+class StepTimings(NamedTuple):
     """Times of a step: of the pipeline on all ranks, and of its other parts on rank 0."""
 
     pipeline_s: float
     bubble: float
-    spent: Spent
+    spent: StepPartTimes
 
     def scalars(self) -> dict[str, float | None]:
         """Return the times by their names in metrics.jsonl."""
@@ -25,11 +25,11 @@ class Times(NamedTuple):
     @staticmethod
     def none() -> dict[str, float | None]:
         """Return the keys of `scalars` with values None, for a step whose times are unknown."""
-        return dict.fromkeys(("bubble", "pipeline_s", *Spent._fields))
+        return dict.fromkeys(("bubble", "pipeline_s", *StepPartTimes._fields))
 
 
 @dataclass
-class Ledger:
+class RunStatistics:
     """Totals over the steps of one start, and the times of its newest steps.
 
     The first step, which includes initialization, is excluded from rates and medians.
@@ -44,9 +44,13 @@ class Ledger:
     last_loss: float | None = None
     validation_loss: float | None = None
     stalls_s: dict[str, float] = field(default_factory=dict)
-    _newest: deque[tuple[float, Times]] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    _newest: deque[tuple[float, StepTimings]] = field(
+        default_factory=lambda: deque(maxlen=_NUM_KEPT)
+    )
 
-    def note(self, times: Times | None, step_time_s: float, num_samples: int, loss: float) -> None:
+    def note(
+        self, times: StepTimings | None, step_time_s: float, num_samples: int, loss: float
+    ) -> None:
         """Add the times and loss of a finished step."""
         if self.num_steps == 1:
             self.num_samples, self.steps_s = 0, 0.0

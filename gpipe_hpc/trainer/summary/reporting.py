@@ -5,22 +5,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.errors import os_remedy
 from gpipe_hpc.planner.run_review import review_run, slow_stages
 from gpipe_hpc.trainer.calibrating import calibrate
 from gpipe_hpc.trainer.session import Session
-from gpipe_hpc.trainer.step_edge import TimedStep
+from gpipe_hpc.trainer.step_boundary import TimedStep
 from gpipe_hpc.trainer.summary.compose import (
-    Ended,
-    Traced,
+    MedianTrace,
+    RunOutcome,
     compose_summary,
     expected_step,
     write_summary,
 )
-from gpipe_hpc.trainer.summary.figures import RankFigures, Sums
+from gpipe_hpc.trainer.summary.figures import RankFigures, TimeSums
 from gpipe_hpc.trainer.summary.layer_clock import LayerClock
-from gpipe_hpc.trainer.summary.ledger import Ledger
+from gpipe_hpc.trainer.summary.ledger import RunStatistics
 from gpipe_hpc.trainer.summary.table import summary_text
 from gpipe_hpc.trainer.traces.files import (
     forget_later_traces,
@@ -28,7 +28,7 @@ from gpipe_hpc.trainer.traces.files import (
     write_planned,
     write_trace,
 )
-from gpipe_hpc.trainer.traces.held import (
+from gpipe_hpc.trainer.traces.recorded_steps import (
     RecordedStep,
     RecordedSteps,
     TracedStep,
@@ -63,19 +63,19 @@ class Reporter:
         self._before_bytes = memory_before_bytes
         trace = session.config.trace
         self._held = RecordedSteps(trace.steps, trace.from_step)
-        self._sums = Sums()
+        self._sums = TimeSums()
         layers = {
             i: layer for each in self._pipe.stages.values() for i, layer in each.layers.items()
         }
         is_compiled = any(each.is_compiled for each in self._pipe.stages.values())
         # Hooks would make torch.compile compile the layers again.
         self.layer_clock = LayerClock({} if is_compiled else layers, self._pipe.world.device)
-        self.ledger = Ledger(session.pipe.steps_done)
+        self.ledger = RunStatistics(session.pipe.steps_done)
         layout, leads = session.pipe.layout, session.pipe.world.rank == 0
         self._tables = [layout.of(replica).schedule for replica in range(layout.replicas)]
         self.planned = expected_step(session) if leads else None
 
-    def hold(self, timed: TimedStep, pipeline_s: float) -> None:
+    def record_step(self, timed: TimedStep, pipeline_s: float) -> None:
         """Add this rank's times of a step, and store its events if the step may be traced."""
         self._sums.add(timed.marks.times.busy_s, timed.laps.spent(pipeline_s))
         if self._held.wants(timed.step):
@@ -87,10 +87,10 @@ class Reporter:
 
         Collective; each rank sends the times of one step's actions.
         """
-        median, everybody = self._held.median, self._pipe.everybody
+        median, everybody = self._held.median, self._pipe.world_group
         if median is None or self._pipe.layout.schedule.num_ranks == 1:
             return
-        with together(self._pipe.world, "reviewing the partition"):
+        with collective_errors(self._pipe.world, "reviewing the partition"):
             stages = self._pipe.mesh.stages
             traced = gather_steps(everybody, (median,), median, stages)
             watched = everybody.gather_object(self.layer_clock.times(), root=0)
@@ -113,18 +113,18 @@ class Reporter:
         ranks = self._gather_figures()
         if ranks:
             with _log_errors():
-                summary = self._compose(Ended("running"), ranks, None)
+                summary = self._compose(RunOutcome("running"), ranks, None)
                 write_summary(self._session.run_folder, summary)
 
-    def finish(self, ended: Ended) -> None:
+    def finish(self, ended: RunOutcome) -> None:
         """Write traces, summary and calibration, and log the closing table. Collective."""
         ranks = self._gather_figures()
-        with together(self._pipe.world, "gathering traces"):
+        with collective_errors(self._pipe.world, "gathering traces"):
             median = self._held.median
             kept = self._held.steps
             if self._session.config.trace.keep == "median":
                 kept = tuple(each for each in kept if each is median)
-            everybody = self._pipe.everybody
+            everybody = self._pipe.world_group
             traced = gather_steps(everybody, kept, median, self._pipe.mesh.stages)
         if ranks:
             with _log_errors():
@@ -136,7 +136,10 @@ class Reporter:
                 self._calibrate(traced, found, ranks)
 
     def _calibrate(
-        self, traced: Sequence[TracedStep], typical: Traced | None, ranks: Sequence[RankFigures]
+        self,
+        traced: Sequence[TracedStep],
+        typical: MedianTrace | None,
+        ranks: Sequence[RankFigures],
     ) -> None:
         if typical is not None:
             steps = [timelines_of(each, self._tables) for each in traced]
@@ -151,7 +154,7 @@ class Reporter:
             if self._session.lock is not None:
                 self._session.lock.check()  # another run may own the folder by now
             text = f"{type(error).__name__}: {error}"
-            summary = self._compose(Ended("failed", text), [self._figures()], None)
+            summary = self._compose(RunOutcome("failed", text), [self._figures()], None)
             write_summary(self._session.run_folder, summary)
 
     def _figures(self) -> RankFigures:
@@ -160,14 +163,14 @@ class Reporter:
 
     def _gather_figures(self) -> Sequence[RankFigures]:
         """Return the measurements of all ranks on rank 0, nothing elsewhere. Collective."""
-        with together(self._pipe.world, "gathering the ranks' figures"):
-            return self._pipe.everybody.gather_object(self._figures(), root=0) or ()
+        with collective_errors(self._pipe.world, "gathering the ranks' figures"):
+            return self._pipe.world_group.gather_object(self._figures(), root=0) or ()
 
-    def _median_of(self, traced: Sequence[TracedStep]) -> Traced | None:
+    def _median_of(self, traced: Sequence[TracedStep]) -> MedianTrace | None:
         for each in traced:
             if each.is_median:
                 replicas = timelines_of(each, self._tables)
-                return Traced(each.step, each.pipeline_s, replicas, trace_name(each.step))
+                return MedianTrace(each.step, each.pipeline_s, replicas, trace_name(each.step))
         return None
 
     def _keep_traces(self, traced: Sequence[TracedStep]) -> None:
@@ -181,6 +184,6 @@ class Reporter:
             write_trace(replicas, folder, each.step, is_median=each.is_median, around=around)
 
     def _compose(
-        self, ended: Ended, ranks: Sequence[RankFigures], traced: Traced | None
+        self, ended: RunOutcome, ranks: Sequence[RankFigures], traced: MedianTrace | None
     ) -> dict[str, Any]:
         return compose_summary(self._session, self.ledger, ended, ranks, traced, self.planned)

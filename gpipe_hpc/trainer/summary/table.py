@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.planner.telling.columns import aligned
+from gpipe_hpc.planner.report.columns import aligned
 from gpipe_hpc.units import bytes_text, flops_text
 
 _MAX_RANKS: Final = 16  # lines of a table; of more ranks only the extremes are shown
@@ -92,7 +92,7 @@ def _ranks(summary: Mapping[str, Any]) -> str:
     if not shown:
         return ""
     traced = summary["traced_step"]
-    clock = _Clock.fit(traced["pipeline_s"]) if traced else _Clock("s", 1.0)
+    clock = _TimeUnit.fit(traced["pipeline_s"]) if traced else _TimeUnit("s", 1.0)
     has_times = any(each["busy_s"] is not None for each in shown)
     has_causes = any(each["idle_causes"] for each in shown)
     several = summary["layout"]["replicas"] > 1
@@ -181,14 +181,14 @@ def _time(seconds: float | None) -> str:
     return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
-class _Clock(NamedTuple):
+class _TimeUnit(NamedTuple):
     """The unit of all times in a table."""
 
     unit: str
     factor: float
 
     @classmethod
-    def fit(cls, longest_s: float) -> "_Clock":
+    def fit(cls, longest_s: float) -> "_TimeUnit":
         """Choose seconds or milliseconds by the longest time."""
         return cls("s", 1.0) if longest_s >= 1 else cls("ms", 1e3)
 

@@ -16,7 +16,7 @@ _MOST_VALUES: Final = 100_000_000
 _STEPS: Final = "step_*.json"
 
 
-class Around(NamedTuple):
+class OutsideActivity(NamedTuple):
     """An activity of a rank outside the pipeline, such as clipping; host times in seconds."""
 
     name: str
@@ -35,7 +35,7 @@ class ReadStep(NamedTuple):
 
     step: int | None
     replicas: list[Timeline]
-    around: tuple[tuple[Around, ...], ...]
+    around: tuple[tuple[OutsideActivity, ...], ...]
 
 
 def trace_name(step: int) -> str:
@@ -49,7 +49,7 @@ def write_trace(
     step: int,
     *,
     is_median: bool = True,
-    around: Sequence[Sequence[Around]] = (),
+    around: Sequence[Sequence[OutsideActivity]] = (),
 ) -> Path:
     """Write the timelines of all replicas for a step into a file; return its path.
 
@@ -133,7 +133,7 @@ def read_step(path: Path) -> ReadStep:
             for first, count in zip(range(0, len(rows), per_replica), counts, strict=True)
         ]
         around = tuple(
-            tuple(Around(str(name), float(start), float(end)) for name, start, end in row)
+            tuple(OutsideActivity(str(name), float(start), float(end)) for name, start, end in row)
             for row in content.get("around", ())
         )
         return ReadStep(content.get("step"), replicas, around)

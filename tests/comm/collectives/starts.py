@@ -7,13 +7,13 @@ from gpipe_hpc.comm.collectives.halving import (
     halving_reduce_scatter,
     rabenseifner_all_reduce,
 )
-from gpipe_hpc.comm.collectives.menu import (
+from gpipe_hpc.comm.collectives.plan import PlanPosition
+from gpipe_hpc.comm.collectives.planned import (
     start_hierarchical_all_reduce,
     start_ordered_all_reduce,
     start_reduce_scatter,
     start_ring_all_reduce,
 )
-from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.shards import checked_counts
 from gpipe_hpc.comm.collectives.tree import binomial_broadcast, scatter_ring_broadcast
 
@@ -25,7 +25,7 @@ def hosts_of(size):
 
 def by_plan(planner, group, tensor, *args):
     """Start the plan that a planner makes for this rank."""
-    steps = planner(Place(group.size, group.position), *args)
+    steps = planner(PlanPosition(group.size, group.position), *args)
     return group.start_plan(steps, tensor, planner.__name__)
 
 

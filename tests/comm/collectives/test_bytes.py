@@ -7,13 +7,13 @@ import torch
 
 from gpipe_hpc.comm.collectives.direct import rank_order_all_reduce
 from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
-from gpipe_hpc.comm.collectives.menu import (
+from gpipe_hpc.comm.collectives.plan import PlanPosition, even_counts
+from gpipe_hpc.comm.collectives.planned import (
     start_all_gather,
     start_ordered_all_reduce,
     start_reduce_scatter,
     start_ring_all_reduce,
 )
-from gpipe_hpc.comm.collectives.plan import Place, even_counts
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.comm.world.threads import run_on_threads
@@ -26,16 +26,16 @@ def cases(size):
     """Return by name what starts an algorithm, and the plan of the rank at a position."""
     counts = even_counts(COUNT, size)
     return {
-        "ring": (start_ring_all_reduce, lambda i: ring_all_reduce(Place(size, i), COUNT)),
+        "ring": (start_ring_all_reduce, lambda i: ring_all_reduce(PlanPosition(size, i), COUNT)),
         "rank_order": (
             start_ordered_all_reduce,
-            lambda i: rank_order_all_reduce(Place(size, i), COUNT),
+            lambda i: rank_order_all_reduce(PlanPosition(size, i), COUNT),
         ),
         "reduce_scatter": (
             start_reduce_scatter,
-            lambda i: ring_reduce_scatter(Place(size, i), counts),
+            lambda i: ring_reduce_scatter(PlanPosition(size, i), counts),
         ),
-        "all_gather": (start_all_gather, lambda i: ring_all_gather(Place(size, i), counts)),
+        "all_gather": (start_all_gather, lambda i: ring_all_gather(PlanPosition(size, i), counts)),
     }
 
 
@@ -45,7 +45,7 @@ def test_a_hierarchical_sum_crosses_between_hosts_once_for_each(hosts):
     size, count = len(hosts), 12 * 5
     leaving = defaultdict(int)
     for position in range(size):
-        plan = hierarchical_all_reduce(Place(size, position), count, hosts)
+        plan = hierarchical_all_reduce(PlanPosition(size, position), count, hosts)
         for step in plan:
             for move in step.sends:
                 if hosts[move.peer] != hosts[position]:
@@ -68,7 +68,7 @@ def counted(group, size):
 
 @pytest.mark.parametrize("size", range(2, 10))
 def test_on_threads(size):
-    for found in run_on_threads(size, lambda world: counted(world.everybody, size)):
+    for found in run_on_threads(size, lambda world: counted(world.world_group, size)):
         assert len(found) == len(cases(size))
         assert all(sent == planned for sent, planned in found.values()), found
 
@@ -77,7 +77,7 @@ def test_on_threads(size):
 def test_between_processes(processes, tmp_path, size):
     def body(rank):
         world = start_world(device="cpu", timeout_s=60)
-        return counted(world.everybody, size)
+        return counted(world.world_group, size)
 
     for rank, found in enumerate(processes(size, body, tmp_path)):
         assert all(sent == planned for sent, planned in found.values()), found

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gpipe_hpc.comm.collectives.group import Piece, SoloGroup
+from gpipe_hpc.comm.collectives.group import PeerTensor, SoloGroup
 from gpipe_hpc.comm.collectives.halving import rabenseifner_all_reduce
-from gpipe_hpc.comm.collectives.menu import (
+from gpipe_hpc.comm.collectives.planned import (
     start_all_gather,
     start_ordered_all_reduce,
     start_ring_all_reduce,
@@ -59,7 +59,7 @@ def test_all_reduce_is_the_sum_with_the_same_bits_everywhere(algorithm, size):
     given = [parts_of(size, *case) for case in cases]
 
     def body(world):
-        group, own = world.everybody, [parts[world.rank].clone() for parts in given]
+        group, own = world.world_group, [parts[world.rank].clone() for parts in given]
         started = [ALL_REDUCES[algorithm](group, tensor) for tensor in own]
         for pending in started:
             pending.wait()
@@ -78,7 +78,7 @@ def test_broadcast_brings_the_roots_bits(algorithm, size):
     def body(world):
         own = [parts[world.rank].clone() for _, parts in given]
         for (root, _), tensor in zip(given, own, strict=True):
-            BROADCASTS[algorithm](world.everybody, tensor, root).wait()
+            BROADCASTS[algorithm](world.world_group, tensor, root).wait()
         return own
 
     for (root, parts), found in zip(
@@ -106,7 +106,7 @@ def test_reduce_scatter_gives_each_rank_its_shard_of_the_sum(algorithm, size):
         found = []
         for parts, counts in given:
             whole = parts[world.rank].clone()
-            REDUCE_SCATTERS[algorithm](world.everybody, whole, counts).wait()
+            REDUCE_SCATTERS[algorithm](world.world_group, whole, counts).wait()
             found.append(shards(whole, counts, size)[world.rank])
         return found
 
@@ -129,7 +129,7 @@ def test_all_gather_gives_all_shards_to_every_rank(size):
         for right, counts in given:
             whole = torch.full_like(right, float("nan"))
             shards(whole, counts, size)[world.rank].copy_(shards(right, counts, size)[world.rank])
-            start_all_gather(world.everybody, whole, counts).wait()
+            start_all_gather(world.world_group, whole, counts).wait()
             found.append(whole)
         return found
 
@@ -143,8 +143,8 @@ def test_a_groups_own_reduce_scatter_and_all_gather_make_an_all_reduce():
 
     def body(world):
         whole = parts[world.rank].clone()
-        world.everybody.start_reduce_scatter(whole).wait()
-        world.everybody.start_all_gather(whole).wait()
+        world.world_group.start_reduce_scatter(whole).wait()
+        world.world_group.start_all_gather(whole).wait()
         return whole
 
     assert_sums(run_on_threads(3, body), parts, "ring")
@@ -164,7 +164,7 @@ def test_the_order_of_ranks_has_the_same_bits_however_the_vector_is_cut():
         for cut in (length, 1, 7, 50):
             own = parts[world.rank].clone()
             pending = [
-                start_ordered_all_reduce(world.everybody, bucket) for bucket in own.split(cut)
+                start_ordered_all_reduce(world.world_group, bucket) for bucket in own.split(cut)
             ]
             for each in pending:
                 each.wait()
@@ -182,8 +182,8 @@ def test_tensors_need_not_be_flat_nor_lie_in_one_row():
     def body(world):
         rows = torch.arange(12.0).reshape(3, 4) * (world.rank + 1)
         column, scalar = rows[:, 1:3], torch.tensor(2.0)
-        start_ring_all_reduce(world.everybody, column).wait()
-        by_length(rabenseifner_all_reduce, world.everybody, scalar).wait()
+        start_ring_all_reduce(world.world_group, column).wait()
+        by_length(rabenseifner_all_reduce, world.world_group, scalar).wait()
         return rows, scalar
 
     for rank, (rows, scalar) in enumerate(run_on_threads(3, body)):
@@ -194,11 +194,12 @@ def test_tensors_need_not_be_flat_nor_lie_in_one_row():
 
 def test_exchanges_keep_their_order_and_may_be_waited_for_in_any():
     def body(world):
-        group, other = world.everybody, 1 - world.rank
+        group, other = world.world_group, 1 - world.rank
         into = [torch.zeros(2), torch.zeros(2)]
         pending = [
             group.start_exchange(
-                [Piece(other, torch.full((2,), 10.0 * world.rank + number))], [Piece(other, came)]
+                [PeerTensor(other, torch.full((2,), 10.0 * world.rank + number))],
+                [PeerTensor(other, came)],
             )
             for number, came in enumerate(into)
         ]

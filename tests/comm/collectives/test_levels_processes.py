@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.collectives.levels import Levels
+from gpipe_hpc.comm.collectives.tree_group import TreeGroup
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.comm.world import processes as processes_module
 from gpipe_hpc.comm.world.processes import ProcessWorld
 from gpipe_hpc.comm.world.source import own_source
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError, LaunchError, PeerError
 from tests.support import batches, gradients_of, linears, mean_square
@@ -31,8 +31,8 @@ def num_sockets() -> int:
 def test_sums_and_objects_go_through_levels(processes, tmp_path):
     def body(rank):
         world = narrow_world()
-        everybody = world.everybody
-        assert isinstance(everybody, Levels)
+        everybody = world.world_group
+        assert isinstance(everybody, TreeGroup)
         total, greatest = torch.tensor([rank]), torch.tensor([-rank, rank])
         everybody.all_reduce(total)
         everybody.all_reduce_max(greatest)
@@ -120,10 +120,10 @@ def test_a_failure_reaches_ranks_that_wait_in_other_levels(processes, tmp_path):
     def body(rank):
         world = narrow_world()
         try:
-            with together(world, "adding up"):
+            with collective_errors(world, "adding up"):
                 if rank == 3:
                     raise ConfigError("rank 3: of its own")
-                world.everybody.all_reduce(torch.ones(1))
+                world.world_group.all_reduce(torch.ones(1))
         except (ConfigError, PeerError) as error:
             return type(error).__name__, str(error)
         return "went on", ""
@@ -140,7 +140,7 @@ def test_sockets_of_a_rank_do_not_grow_with_the_world(processes, tmp_path):
         before = num_sockets()
         world = narrow_world()
         after = num_sockets()
-        world.everybody.all_gather_object("counted")
+        world.world_group.all_gather_object("counted")
         return after - before
 
     found = []

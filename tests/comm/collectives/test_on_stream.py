@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gpipe_hpc.comm.collectives.carrier import Traffic
-from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
-from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.on_stream import StreamPlanExecutor
+from gpipe_hpc.comm.collectives.plan import PlanPosition
+from gpipe_hpc.comm.collectives.plan_executor import TrafficKind
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
 from gpipe_hpc.device.device import HostDevice
 
@@ -37,7 +37,7 @@ class Streams(HostDevice):
         yield
         self.current = before
 
-    def lend(self, tensor, stream):
+    def keep_for_stream(self, tensor, stream):
         self.log.append(f"memory kept for {stream.name}")
 
 
@@ -70,8 +70,8 @@ def test_a_plan_is_put_on_its_own_stream_between_what_was_and_what_comes(streams
         for (_, out), (_, into) in zip(sends, receives, strict=True):
             into.copy_(out if len(out) == len(into) else out[:1])
 
-    carrier = StreamCarrier((0, 1), 0, exchange, warmed.append, streams)
-    plan, tensor = ring_all_reduce(Place(2, 0), 6), torch.ones(6)
+    carrier = StreamPlanExecutor((0, 1), 0, exchange, warmed.append, streams)
+    plan, tensor = ring_all_reduce(PlanPosition(2, 0), 6), torch.ones(6)
     pending = carrier.start(plan, tensor, "a sum")
     assert streams.log == [
         "GREETING on caller's",
@@ -88,4 +88,4 @@ def test_a_plan_is_put_on_its_own_stream_between_what_was_and_what_comes(streams
     carrier.start(plan, tensor, "a sum").wait()
     # The neighbours have greeted, the communicator is there: nothing comes ahead of the plan.
     assert streams.log[:2] == ["own behind caller's", "PLAN on own"] and len(warmed) == 1
-    assert Traffic.GREETING.name not in " ".join(streams.log)
+    assert TrafficKind.GREETING.name not in " ".join(streams.log)

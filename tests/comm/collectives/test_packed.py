@@ -37,7 +37,7 @@ def test_all_take_over_the_roots_values_in_packs_of_bounded_size():
             shapes = [(t.shape, t.dtype, t.stride()) for t in own]
             started.clear()
             assert broadcast_packed(
-                world.everybody, own, 1, pack_bytes=pack_bytes, start=start
+                world.world_group, own, 1, pack_bytes=pack_bytes, start=start
             ) == len(started)
             assert [(t.shape, t.dtype, t.stride()) for t in own] == shapes
             for mine, right in zip(own, some(2.0), strict=True):
@@ -56,14 +56,14 @@ def test_our_own_algorithms_serve_too_and_one_rank_sends_nothing():
     def body(world):
         own = some(float(world.rank))
         broadcast_packed(
-            world.everybody,
+            world.world_group,
             own,
             2,
             start=lambda group, flat, root: BROADCASTS["scatter_ring"](
                 group, flat, group.ranks.index(root)
             ),
         )
-        return own[0][0, 0].item(), world.everybody.sent.num_bytes > 0
+        return own[0][0, 0].item(), world.world_group.sent.num_bytes > 0
 
     assert run_on_threads(3, body) == [(2.0, True)] * 3
     assert broadcast_packed(SoloGroup(0), some(1.0), 0) == 0

@@ -11,9 +11,9 @@ from gpipe_hpc.comm.collectives.halving import (
 )
 from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
 from gpipe_hpc.comm.collectives.plan import (
-    Place,
-    Span,
-    Step,
+    ElementSpan,
+    PlanPosition,
+    PlanStep,
     even_counts,
     moves,
     spans_of,
@@ -34,7 +34,7 @@ COUNTS = (0, 1, 2, 3, 7, 64, 101)
 
 def families(size, count):
     """Yield a name and the plans of all ranks, of every algorithm."""
-    places = [Place(size, i) for i in range(size)]
+    places = [PlanPosition(size, i) for i in range(size)]
     for planner in (
         ring_all_reduce,
         rank_order_all_reduce,
@@ -73,12 +73,16 @@ def test_plans_fit_together(size):
 
 
 def test_these_rules_see_what_they_forbid():
-    whole = Span(0, 2)
-    sends_first = [(Step(sends=moves(i, whole)), Step(takes=moves(i, whole))) for i in (1, 0)]
+    whole = ElementSpan(0, 2)
+    sends_first = [
+        (PlanStep(sends=moves(i, whole)), PlanStep(takes=moves(i, whole))) for i in (1, 0)
+    ]
     with pytest.raises(AssertionError, match="every rank waits"):
         assert_they_end(sends_first)
     assert_they_end([sends_first[0], sends_first[1][::-1]])
-    assert overlap(Span(0, 2), Span(1, 3)) and not overlap(Span(0, 2), Span(2, 3))
+    assert overlap(ElementSpan(0, 2), ElementSpan(1, 3)) and not overlap(
+        ElementSpan(0, 2), ElementSpan(2, 3)
+    )
 
 
 def test_shards_cover_the_vector():

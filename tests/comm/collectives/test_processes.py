@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from gpipe_hpc.comm.collectives.group import Piece
-from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
+from gpipe_hpc.comm.collectives.group import PeerTensor
+from gpipe_hpc.comm.collectives.planned import start_ring_all_reduce
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.errors import ConfigError, PeerError
 from tests.comm.collectives.starts import ALL_REDUCES, BROADCASTS
 from tests.support import patience
@@ -33,7 +33,7 @@ def test_sums_shards_and_broadcasts_between_processes(processes, tmp_path, size)
 
     def body(rank):
         world = start_world(device="cpu", timeout_s=60)  # it ends with its last name
-        group = world.everybody
+        group = world.world_group
         wrong = []
         for algorithm in sorted(ALL_REDUCES.keys() - {"backend"}):
             for length, dtype in [(1000, d) for d in DTYPES] + [(n, DTYPES[0]) for n in (0, 1, 3)]:
@@ -76,7 +76,7 @@ def test_plans_go_on_beside_the_calling_thread_and_the_groups_other_collectives(
 ):
     def body(rank):
         world = start_world(device="cpu", timeout_s=60)  # it ends with its last name
-        group = world.everybody
+        group = world.world_group
         buckets = [torch.full((50_000,), float(rank + i)) for i in range(6)]
         algorithms = ["ring", "butterfly", "rank_order", "hierarchical", "ring", "rabenseifner"]
         pending = [
@@ -85,7 +85,9 @@ def test_plans_go_on_beside_the_calling_thread_and_the_groups_other_collectives(
         ]
         told = [group.all_gather_object((rank, turn)) for turn in range(3)]
         into = torch.zeros(3)
-        group.start_exchange([Piece(1 - rank, torch.ones(3))], [Piece(1 - rank, into)]).wait()
+        group.start_exchange(
+            [PeerTensor(1 - rank, torch.ones(3))], [PeerTensor(1 - rank, into)]
+        ).wait()
         for each in reversed(pending):
             each.wait()
         assert told == [[(0, turn), (1, turn)] for turn in range(3)] and into.sum() == 3
@@ -101,8 +103,8 @@ def test_ranks_that_do_not_start_the_same_are_all_told(processes, tmp_path):
         world = start_world(device="cpu", timeout_s=60)
         began_s = time.monotonic()
         try:
-            with together(world, "a sum"):
-                start_ring_all_reduce(world.everybody, torch.ones(10 + (rank == 2))).wait()
+            with collective_errors(world, "a sum"):
+                start_ring_all_reduce(world.world_group, torch.ones(10 + (rank == 2))).wait()
         except (ConfigError, PeerError) as error:
             return str(error), time.monotonic() - began_s
 
@@ -117,15 +119,15 @@ def test_a_rank_that_dies_within_a_plan_is_named_on_all_others(tmp_path, start_r
     script = tmp_path / "dies.py"
     script.write_text(
         "import os, signal, sys, torch\n"
-        "from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce\n"
+        "from gpipe_hpc.comm.collectives.planned import start_ring_all_reduce\n"
         "from gpipe_hpc.comm.world.start import start_world\n"
-        "from gpipe_hpc.comm.world.world import together\n"
+        "from gpipe_hpc.comm.world.world import collective_errors\n"
         "world = start_world(device='cpu', timeout_s=60)\n"
         "with together(world, 'the sums'):\n"
         "    for turn in range(1000):\n"
         "        if turn == 20 and world.rank == 1:\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        start_ring_all_reduce(world.everybody, torch.ones(1000)).wait()\n"
+        "        start_ring_all_reduce(world.world_group, torch.ones(1000)).wait()\n"
     )
     began_s = time.monotonic()
     ranks = start_ranks(
@@ -145,13 +147,13 @@ def test_who_waits_for_a_plan_says_for_whom(processes, tmp_path, until):
 
     def body(rank):
         world = start_world(device="cpu", timeout_s=60)
-        start_ring_all_reduce(world.everybody, torch.ones(8)).wait()  # they have met
+        start_ring_all_reduce(world.world_group, torch.ones(8)).wait()  # they have met
         seen, looking = [], threading.Thread(target=lambda: seen.append(look(world)))
         if rank == 0:
             looking.start()
         if rank == 2:
             until((tmp_path / "seen").exists, 40, "another rank waits for this one")
-        start_ring_all_reduce(world.everybody, torch.ones(8)).wait()
+        start_ring_all_reduce(world.world_group, torch.ones(8)).wait()
         if rank == 0:
             looking.join()
         assert world._pulse.waits_for is None

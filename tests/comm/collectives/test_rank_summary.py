@@ -5,15 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_hpc.comm.collectives.group import SoloGroup
-from gpipe_hpc.comm.collectives.levels import Levels, own_levels
 from gpipe_hpc.comm.collectives.rank_summary import NUM_REPORTED, RankSlots, summarise_ranks
+from gpipe_hpc.comm.collectives.tree_group import TreeGroup, own_tree_levels
 from gpipe_hpc.comm.world.threads import run_on_threads
 from gpipe_hpc.errors import ConfigError
 
 
 def in_levels(world, width):
-    groups = [world.group([tuple(level)]) for level in own_levels(world.size, world.rank, width)]
-    return Levels(range(world.size), world.rank, groups, width)
+    groups = [
+        world.group([tuple(level)]) for level in own_tree_levels(world.size, world.rank, width)
+    ]
+    return TreeGroup(range(world.size), world.rank, groups, width)
 
 
 @settings(max_examples=25, deadline=None)
@@ -38,8 +40,8 @@ def test_all_find_totals_extremes_and_who_is_first(numbers, width):
 def test_what_travels_does_not_grow_with_the_ranks():
     def size(num_ranks):
         solo = SoloGroup(0)
-        levels = [solo for _ in own_levels(num_ranks, 0, 8)]
-        return RankSlots(Levels(range(num_ranks), 0, levels, 8), 0).size
+        levels = [solo for _ in own_tree_levels(num_ranks, 0, 8)]
+        return RankSlots(TreeGroup(range(num_ranks), 0, levels, 8), 0).size
 
     assert size(8) == size(64) == size(16_384)
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives import torch_group as module
 from gpipe_hpc.comm.collectives.torch_group import TorchGroup
-from gpipe_hpc.comm.watchdog.pulse import Pulse
-from gpipe_hpc.comm.world.forming import Former
+from gpipe_hpc.comm.watchdog.activity import ActivityTracker
+from gpipe_hpc.comm.world.group_factory import ProcessGroupFactory
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError
 
@@ -25,7 +25,7 @@ class Hosted(HostDevice):
     def holds(self, tensor):
         return not hasattr(tensor, "is_fetched")
 
-    def fetch(self, tensor):
+    def to_host(self, tensor):
         fetched = tensor.clone()
         fetched.is_fetched = True
         return fetched
@@ -44,9 +44,9 @@ def joined(lacking):
         return own(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
-    module.carries = module.knows = lambda group, device: True
-    group = Former("mine", timedelta(seconds=30), "gloo").form((0, 1))
-    return TorchGroup(group, (0, 1), Pulse(30.0, None, None), Hosted()), given
+    module.uses_device_memory = module.accepts_device = lambda group, device: True
+    group = ProcessGroupFactory("mine", timedelta(seconds=30), "gloo").form((0, 1))
+    return TorchGroup(group, (0, 1), ActivityTracker(30.0, None, None), Hosted()), given
 
 
 def summed(dtype, lacking, rank):

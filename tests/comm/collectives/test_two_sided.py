@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.bruck import partners
-from gpipe_hpc.comm.collectives.group import Piece
-from gpipe_hpc.comm.collectives.menu import start_ring_all_reduce
-from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.group import PeerTensor
+from gpipe_hpc.comm.collectives.plan import PlanPosition
+from gpipe_hpc.comm.collectives.planned import start_ring_all_reduce
 from gpipe_hpc.comm.collectives.two_sided import TwoSidedGroup
-from gpipe_hpc.comm.watchdog.noticeboard import Noticeboard
+from gpipe_hpc.comm.watchdog.store_exchange import StoreExchange
 from gpipe_hpc.comm.world import processes as module
 from gpipe_hpc.comm.world.processes import ProcessWorld
 from gpipe_hpc.device.device import HostDevice
@@ -26,7 +26,7 @@ class StandIn(HostDevice):
     def holds(self, tensor):
         return hasattr(tensor, "is_on_device")
 
-    def fetch(self, tensor):
+    def to_host(self, tensor):
         return tensor.clone()
 
 
@@ -107,7 +107,7 @@ def joined(meshed):
     dist.Backend.register_backend("standin", OwnBackend, extended_api=True, devices=["xpu"])
     module._is_carried = lambda device: True
     meshes, asked = [], []
-    gloo, ask = dist.ProcessGroupGloo, Noticeboard.ask
+    gloo, ask = dist.ProcessGroupGloo, StoreExchange.ask
 
     class Seen(gloo):
         def __init__(self, store, rank, size, *rest, **named):
@@ -118,7 +118,7 @@ def joined(meshed):
         asked.append((what, len(ranks)))
         return ask(self, what, ranks)
 
-    dist.ProcessGroupGloo, Noticeboard.ask = Seen, seen
+    dist.ProcessGroupGloo, StoreExchange.ask = Seen, seen
     return ProcessWorld(StandIn(), 60.0, meshed=meshed), meshes, asked
 
 
@@ -139,7 +139,7 @@ def body_of_connections(rank):
 
 def test_no_rank_connects_with_all_nor_asks_for_all(processes, tmp_path):
     """The Gloo half of NCCL's groups was a mesh: 4,095 connections of each of 4,096 copies."""
-    near = len(partners(Place(SIZE, 0)))
+    near = len(partners(PlanPosition(SIZE, 0)))
     assert near == 5
     # Each connection asks for its other end; the backend's own group for three in turn.
     expected = ([], near, [1, 1, 1], near + 3)
@@ -166,7 +166,7 @@ def body_of_ways(rank):
 
     def exchanged(tensor):
         ends = (rank + 1) % SIZE, (rank - 1) % SIZE
-        group.start_exchange([Piece(ends[0], tensor)], [Piece(ends[1], came)]).wait()
+        group.start_exchange([PeerTensor(ends[0], tensor)], [PeerTensor(ends[1], came)]).wait()
         return came.tolist()
 
     on("sum on the device", lambda: summed(on_device(rank, 1), group.all_reduce))

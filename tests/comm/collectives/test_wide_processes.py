@@ -11,15 +11,15 @@ import torch
 
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.collectives.bruck import partners
-from gpipe_hpc.comm.collectives.plan import Place
-from gpipe_hpc.comm.collectives.wide import WideGroup
+from gpipe_hpc.comm.collectives.plan import PlanPosition
+from gpipe_hpc.comm.collectives.sparse_group import SparseGroup
 from gpipe_hpc.comm.world.processes import ProcessWorld
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError, PeerError
 from tests.support import batches, linears, mean_square
 
-from .test_wide import DTYPES, part_of
+from .test_sparse_group import DTYPES, part_of
 
 
 def world_of(meshed: int) -> ProcessWorld:
@@ -33,7 +33,7 @@ def test_sums_have_the_bits_of_gloos_own(processes, tmp_path):
         world = world_of(meshed=3)
         (narrow,) = [world_of(meshed=size).group([range(size)])]
         wide = world.group([range(size)])
-        assert isinstance(wide, WideGroup) and not isinstance(narrow, WideGroup)
+        assert isinstance(wide, SparseGroup) and not isinstance(narrow, SparseGroup)
         wrong = []
         cases = [(n, torch.float32) for n in (0, 1, 17, 5000)]
         for length, dtype in cases + [(101, d) for d in DTYPES if d is not torch.int16]:
@@ -80,7 +80,7 @@ def test_training_over_wide_groups_has_the_same_bits(processes, tmp_path):
                     optimizer.step()
                 found.append((loss, {n: p.tolist() for n, p in pipe.named_parameters()}))
             connected = {pairs.num_connected for pairs in world._wide_pairs}
-            assert connected == ({len(partners(Place(8, rank)))} if meshed == 2 else set())
+            assert connected == ({len(partners(PlanPosition(8, rank)))} if meshed == 2 else set())
         return found
 
     for found in processes(8, body, tmp_path):
@@ -94,7 +94,7 @@ def test_torch_broadcasts_over_what_it_sees_of_a_wide_group(processes, tmp_path)
         group = world.group([range(1, 8)] if rank else [range(1)])
         if rank == 0:
             return None
-        assert isinstance(group, WideGroup)
+        assert isinstance(group, SparseGroup)
         shown, found = group.torch_group, []
         for root in range(1, 8):
             own = torch.tensor([rank])
@@ -119,7 +119,7 @@ def test_a_failure_is_told_to_ranks_that_wait_in_a_sum(processes, tmp_path):
         world = world_of(meshed=2)
         group = world.group([range(5)])
         try:
-            with together(world, "adding up"):
+            with collective_errors(world, "adding up"):
                 group.all_reduce(torch.ones(3))
                 if rank == 3:
                     raise ConfigError("rank 3: of its own")
@@ -140,7 +140,7 @@ def test_a_rank_that_dies_in_a_sum_is_named_on_all_others(tmp_path, start_ranks)
         "import os, signal, torch\n"
         "from gpipe_hpc.comm.world.start import start_world\n"
         "from gpipe_hpc.comm.world.processes import ProcessWorld\n"
-        "from gpipe_hpc.comm.world.world import together\n"
+        "from gpipe_hpc.comm.world.world import collective_errors\n"
         "world = start_world(device='cpu', timeout_s=60)\n"
         "world._meshed = 2\n"
         "group = world.group([range(4)])\n"

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from gpipe_hpc.comm.collectives.group import SoloGroup
-from gpipe_hpc.comm.collectives.menu import (
+from gpipe_hpc.comm.collectives.planned import (
     start_hierarchical_all_reduce,
     start_ordered_all_reduce,
     start_ring_all_reduce,
 )
 from gpipe_hpc.comm.world.threads import run_on_threads
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.errors import ConfigError, PeerError
 
 ALONE = SoloGroup(0)
@@ -41,7 +41,7 @@ def refused(size, body):
 
     def caught(world):
         try:
-            with together(world, "a sum"):
+            with collective_errors(world, "a sum"):
                 body(world)
         except (ConfigError, PeerError) as error:
             told[world.rank] = str(error)
@@ -69,17 +69,17 @@ def refused(size, body):
     ],
 )
 def test_ranks_that_start_different_things_all_hear_of_it(start):
-    told = refused(3, lambda world: start(world.everybody, world.rank == 2).wait())
+    told = refused(3, lambda world: start(world.world_group, world.rank == 2).wait())
     assert told.keys() == {0, 1, 2}
     assert all("expected the same one on every rank" in each for each in told.values()), told
 
 
 def test_a_rank_that_fails_ends_the_plans_of_all():
     def body(world):
-        start_ring_all_reduce(world.everybody, torch.zeros(6)).wait()
+        start_ring_all_reduce(world.world_group, torch.zeros(6)).wait()
         if world.rank == 1:
             raise ConfigError("rank 1: the cause")
-        start_ring_all_reduce(world.everybody, torch.zeros(6)).wait()
+        start_ring_all_reduce(world.world_group, torch.zeros(6)).wait()
 
     told = refused(3, body)
     assert told.keys() == {0, 1, 2} and all("the cause" in each for each in told.values())
@@ -87,8 +87,8 @@ def test_a_rank_that_fails_ends_the_plans_of_all():
 
 def test_after_a_failure_no_plan_behind_it_is_carried_out():
     def body(world):
-        first = start_ring_all_reduce(world.everybody, torch.zeros(7 if world.rank else 6))
-        behind = start_ring_all_reduce(world.everybody, torch.zeros(3))
+        first = start_ring_all_reduce(world.world_group, torch.zeros(7 if world.rank else 6))
+        behind = start_ring_all_reduce(world.world_group, torch.zeros(3))
         errors = []
         for pending in (first, behind):
             with pytest.raises((ConfigError, ConnectionError)) as caught:

@@ -1,7 +1,7 @@
 """Wide groups among threads, which know with whom they have connected."""
 
-from gpipe_hpc.comm.collectives.wide import WideGroup
-from gpipe_hpc.comm.watchdog.noting import unheard
+from gpipe_hpc.comm.collectives.sparse_group import SparseGroup
+from gpipe_hpc.comm.watchdog.wait_listener import ignore_wait
 from gpipe_hpc.comm.world.threads import ThreadWorld
 
 
@@ -10,12 +10,12 @@ class Heard:
 
     def __init__(self, narrow):
         self.narrow, self.peers = narrow, set()
-        self.wide = WideGroup(
+        self.wide = SparseGroup(
             self.narrow.ranks,
             self.narrow.position,
             self._start,
             self.peers.update,
-            unheard,
+            ignore_wait,
         )
 
     def _start(self, traffic, sends, receives, note):

@@ -8,11 +8,11 @@ import pytest
 from gpipe_hpc.comm.net import interfaces
 from gpipe_hpc.comm.net.addresses import Interface
 from gpipe_hpc.comm.net.interfaces import (
-    asked_for,
     follow_gloo,
-    keep_local,
     listen_on,
+    listen_on_loopback,
     refuse_loopback,
+    requested_interface,
 )
 from gpipe_hpc.errors import ConfigError
 
@@ -34,7 +34,7 @@ def said(environ):
 def test_on_one_machine_all_listen_on_loopback():
     """Gloo alone did: the first message over NCCL opened a port to the network."""
 
-    keep_local()
+    listen_on_loopback()
     lo = os.environ["GLOO_SOCKET_IFNAME"]
     assert lo in {name for _, name in socket.if_nameindex()}
     assert said(os.environ) == [f"={lo}", f"={lo}", lo, lo]
@@ -71,21 +71,21 @@ def _there(monkeypatch):
     [("ib0", 2), ("192.168.0.0/16", 2), ("10.1.0.7/24", 1), ("fd00::/8", 3), ("10.1.0.7", 1)],
 )
 def test_an_interface_is_found_by_its_name_or_a_subnet(wanted, found):
-    assert asked_for(wanted) == THERE[found]
+    assert requested_interface(wanted) == THERE[found]
 
 
 @pytest.mark.usefixtures("_there")
 @pytest.mark.parametrize("wanted", ["ib1", "172.16.0.0/12"])
 def test_one_that_is_not_there_is_named_with_those_that_are(wanted):
     with pytest.raises(ConfigError, match=rf"comm.interface.*got '{wanted}'.*eth0 \(10.1.0.7\)"):
-        asked_for(wanted)
+        requested_interface(wanted)
 
 
 @pytest.mark.usefixtures("_there")
 def test_without_a_wish_gloo_s_variable_counts(monkeypatch):
-    assert asked_for(None) is None
+    assert requested_interface(None) is None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such,ib0")
-    assert asked_for(None) == THERE[2]
+    assert requested_interface(None) == THERE[2]
 
 
 def test_all_listen_on_the_chosen_one(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
-from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.comm.transport.process import ChannelEnd, ProcessTransport
 from gpipe_hpc.comm.world.threads import ThreadWorld
 from gpipe_hpc.device.device import HostDevice
 
@@ -112,10 +112,10 @@ class LateDevice(HostDevice):
         yield
         self._current.stream = None
 
-    def fetch_into(self, pinned, tensor):
+    def copy_to_host(self, pinned, tensor):
         self.current_stream().put(lambda: pinned.copy_(tensor))
 
-    def bring_into(self, own, host):
+    def copy_to_device(self, own, host):
         self.current_stream().put(lambda: own.copy_(host))
 
 
@@ -187,6 +187,6 @@ class NetworkWorld(ThreadWorld):
                 hosts = lane(*ends, channel.tag, "prompt"), lane(*ends, channel.tag, "late")
                 direct = lane(*ends, "device") if self.has_backend else None
                 peer = ends[1] if self.rank == ends[0] else ends[0]
-                links.append(Link(channel, peer, *hosts, direct))
+                links.append(ChannelEnd(channel, peer, *hosts, direct))
         payload = Payload(self.boundary_device)
         return ProcessTransport(links, payload, Outbox(payload))

@@ -5,7 +5,7 @@ import torch
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.transport import byte_moves
-from gpipe_hpc.comm.transport.byte_moves import ByteMoves, Move
+from gpipe_hpc.comm.transport.byte_moves import ByteRoute, ByteTransfers
 from gpipe_hpc.comm.world.processes import ProcessWorld
 from gpipe_hpc.device.device import HostDevice
 
@@ -13,9 +13,9 @@ from gpipe_hpc.device.device import HostDevice
 def exchanged(world, sizes):
     """Exchange twice, each rank with the next; return all bytes that came."""
     sent = [torch.arange(size).to(torch.uint8) for size in sizes]
-    moves = [Move(rank, (rank + 1) % world.size) for rank in range(world.size)]
+    moves = [ByteRoute(rank, (rank + 1) % world.size) for rank in range(world.size)]
     came = []
-    lines = ByteMoves(world, moves, serial=0)
+    lines = ByteTransfers(world, moves, serial=0)
     source = (world.rank - 1) % world.size
     for _ in range(2):
         lines.run(
@@ -23,7 +23,7 @@ def exchanged(world, sizes):
             {source: sizes[source]},
             lambda origin, piece: came.append((origin, piece.tolist())),
         )
-        world.everybody.all_gather_object(None)
+        world.world_group.all_gather_object(None)
     assert {origin for origin, _ in came} <= {source}
     assert all(len(piece) <= 100 for _, piece in came)
     return [number for _, piece in came for number in piece]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpipe_hpc.comm.transport.outbox import Outbox
-from gpipe_hpc.comm.transport.payload import Payload, Ways
+from gpipe_hpc.comm.transport.payload import Payload, TensorLanes
 from gpipe_hpc.comm.transport.wire import disassemble
 from gpipe_hpc.device.device import HostDevice
 from tests.comm.transport.networks import LateDevice, Network
@@ -22,7 +22,7 @@ class Sender:
     def send(self, tensor, *, peer=1, way="prompt", direct=None):
         direct = self.network.lane(peer, direct) if direct else None
         structure, tensors = disassemble(tensor, self.payload.device)
-        ways = Ways(self.network.lane(peer, way), direct)
+        ways = TensorLanes(self.network.lane(peer, way), direct)
         self.outbox.put(peer, self.payload.send(tensors, structure.metas, ways))
 
     def take(self, size, *, peer=1, way="prompt"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
-from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.comm.transport.process import ChannelEnd, ProcessTransport
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.schedule import Channel
 from tests.comm.transport.networks import LateDevice, Network
@@ -32,7 +32,7 @@ class Ends:
         lanes = [self.network.lane(*key) for key in (PROMPT, LATE, DIRECT)]
         self.source, self.destination = (
             ProcessTransport(
-                [Link(CHANNEL, 1 - rank, *(lanes if kind == OWN else lanes[:2]))],
+                [ChannelEnd(CHANNEL, 1 - rank, *(lanes if kind == OWN else lanes[:2]))],
                 self.payloads[rank],
                 Outbox(self.payloads[rank]),
             )

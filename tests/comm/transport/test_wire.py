@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from gpipe_hpc.comm.transport.wire import (
     EMPTY,
     MAX_STRUCTURE_BYTES,
-    Catalogue,
-    Expectation,
-    Structure,
+    ExpectedStructure,
+    NestStructure,
+    StructureCache,
     TensorMeta,
+    as_received,
     assemble,
     disassemble,
     flat,
-    handed_over,
     packed,
 )
 from gpipe_hpc.device.device import HostDevice
@@ -31,7 +31,7 @@ from gpipe_hpc.errors import ModelError
 def through_the_wire(nest):
     """Return a nest as the other end rebuilds it from a header and copies of the tensors."""
     structure, tensors = disassemble(nest)
-    return assemble(Structure.from_bytes(structure.to_bytes()), [t.clone() for t in tensors])
+    return assemble(NestStructure.from_bytes(structure.to_bytes()), [t.clone() for t in tensors])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_leaves_require_a_gradient_where_the_senders_tensors_did():
 def test_what_is_handed_over_within_a_rank_is_a_leaf_in_the_same_memory(trains):
     sent = torch.ones(2, 3, requires_grad=True) * 2 if trains else torch.ones(2, 3)
     for nest in (sent, {"x": sent}):
-        got = handed_over(nest)
+        got = as_received(nest)
         got = got["x"] if isinstance(got, dict) else got
         assert got.is_leaf and got.requires_grad is trains
         assert got.data_ptr() == sent.data_ptr() and torch.equal(got, sent)
@@ -100,8 +100,8 @@ def test_whatever_the_receiver_must_know_makes_another_structure(other):
     changed, _ = disassemble(other)
     assert structure == same and hash(structure) == hash(same)
     assert changed != structure
-    assert Structure.from_bytes(changed.to_bytes()) == changed
-    assert hash(Structure.from_bytes(changed.to_bytes())) == hash(changed)
+    assert NestStructure.from_bytes(changed.to_bytes()) == changed
+    assert hash(NestStructure.from_bytes(changed.to_bytes())) == hash(changed)
 
 
 def test_the_structure_of_one_tensor_is_made_once():
@@ -137,7 +137,7 @@ CONTAINERS = [
 @pytest.mark.parametrize("make", CONTAINERS, ids=range(len(CONTAINERS)))
 def test_keys_and_values_that_python_takes_for_equal_are_told_apart(make):
     """`{1: x}` after `{True: x}` arrived as `{True: x}`."""
-    sender, receiver = Catalogue(), Catalogue()
+    sender, receiver = StructureCache(), StructureCache()
     for key in CONFUSED * 2:
         structure, tensors = disassemble(make(key))
         number, header = sender.identify(structure)
@@ -149,7 +149,7 @@ def test_keys_and_values_that_python_takes_for_equal_are_told_apart(make):
 
 
 def test_a_nan_for_a_key_is_known_again():
-    catalogue = Catalogue()
+    catalogue = StructureCache()
     headers = [catalogue.identify(disassemble({float("nan"): 1})[0])[1] for _ in range(3)]
     assert headers[0] and headers[1:] == [b"", b""]
 
@@ -173,7 +173,7 @@ def test_metas_are_those_of_the_tensors_in_order():
 
 def expectations(structures):
     """Return what a place expects before each of some messages."""
-    place, expected = Expectation(), []
+    place, expected = ExpectedStructure(), []
     for structure in structures:
         expected.append(place.expected)
         place.saw(structure, EMPTY)
@@ -200,7 +200,7 @@ def test_posting_in_vain_needs_a_pause_between_changes(structures):
 
 
 def test_values_that_change_with_every_message_do_not_fill_the_memory():
-    sender, receiver = Catalogue(capacity=3), Catalogue(capacity=3)
+    sender, receiver = StructureCache(capacity=3), StructureCache(capacity=3)
     for value in range(20):
         structure, _ = disassemble((value, torch.ones(2)))
         number, header = sender.identify(structure)
@@ -216,7 +216,7 @@ def test_values_that_change_with_every_message_do_not_fill_the_memory():
 @pytest.mark.parametrize(("size", "num_kept"), [(300_000, 13), (10_000_000, 1)])
 def test_large_values_that_change_do_not_fill_the_memory(size, num_kept):
     """256 structures of any size were kept: 205 MB of values of 800 kB."""
-    sender, receiver = Catalogue(), Catalogue()
+    sender, receiver = StructureCache(), StructureCache()
     for value in range(40):
         structure, _ = disassemble((bytes([value]) * size, torch.ones(2)))
         number, header = sender.identify(structure)
@@ -232,7 +232,7 @@ def test_large_values_that_change_do_not_fill_the_memory(size, num_kept):
 
 def test_many_small_leaves_count_with_the_memory_that_they_take():
     """A list of numbers takes a hundred times its header in Python's objects."""
-    catalogue = Catalogue()
+    catalogue = StructureCache()
     for value in range(20):
         catalogue.identify(disassemble([value] * 5000)[0])
     assert len(catalogue._structures) - 1 == MAX_STRUCTURE_BYTES // (300 * 5000)
@@ -279,7 +279,7 @@ def test_a_tensor_that_is_no_plain_array_is_refused_by_name(tensor, kind):
 
 
 def test_a_slot_knows_what_it_expects_also_once_the_catalogue_has_forgotten_it():
-    place, structure = Expectation(), disassemble(torch.ones(4, 2))[0]
+    place, structure = ExpectedStructure(), disassemble(torch.ones(4, 2))[0]
     place.saw(7, structure)
     assert (place.expected, place.metas) == (7, structure.metas)
     place.saw(8, EMPTY)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gpipe_hpc.comm.watchdog.neighbours import dials, neighbours
+from gpipe_hpc.comm.watchdog.neighbours import neighbours, opens_connection
 
 SIZES = [2, 3, 4, 5, 7, 8, 16, 33, 64, 100]
 
@@ -15,7 +15,7 @@ def test_a_rank_has_few_neighbours_and_they_have_it(size):
         own = neighbours(rank, size)
         assert rank not in own and len(own) <= 2 * math.ceil(math.log2(size))
         assert all(rank in neighbours(other, size) for other in own)
-        assert all(dials(rank, other) != dials(other, rank) for other in own)
+        assert all(opens_connection(rank, other) != opens_connection(other, rank) for other in own)
 
 
 def test_the_number_of_neighbours_grows_with_the_logarithm_of_the_world():

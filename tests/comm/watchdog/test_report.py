@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpipe_hpc.comm.watchdog.report import Report
+from gpipe_hpc.comm.watchdog.report import FailureReport
 from gpipe_hpc.comm.world.threads import run_on_threads
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.errors import (
     ConfigError,
     DataError,
@@ -18,8 +18,8 @@ from gpipe_hpc.errors import (
 
 @pytest.mark.parametrize("is_mistake", [True, False])
 def test_a_report_is_read_as_it_was_written(is_mistake):
-    report = Report('rank 1 on h\u00f6st: "data":\n[1, true]', is_mistake)
-    assert Report.read(report.written()) == report
+    report = FailureReport('rank 1 on h\u00f6st: "data":\n[1, true]', is_mistake)
+    assert FailureReport.read(report.written()) == report
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_others_are_told_whether_settings_cannot_work(kind, is_mistake):
     heard = []
 
     def body(world):
-        with together(world, "the start"):
+        with collective_errors(world, "the start"):
             if world.rank == 1:
                 raise kind("what it is")
             try:
-                with together(world, "meeting"):
-                    world.everybody.all_gather_object(None)
+                with collective_errors(world, "meeting"):
+                    world.world_group.all_gather_object(None)
             except PeerError as error:
                 heard.append(error)
                 raise

@@ -9,7 +9,7 @@ from torch import nn
 
 import gpipe_hpc
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.watchdog.tracebacks import join_cause, leave_out_own_frames, users_traceback
+from gpipe_hpc.comm.watchdog.tracebacks import join_cause, strip_own_frames, users_traceback
 from gpipe_hpc.errors import (
     ActionError,
     CheckpointError,
@@ -97,7 +97,7 @@ def test_frames_of_torch_stay_where_nothing_of_ours_is():
     """A script's own errors are none of our business."""
     with pytest.raises(RuntimeError) as found:
         Within()(torch.zeros(2, 4))
-    leave_out_own_frames(found.value)
+    strip_own_frames(found.value)
     names, _ = shown(found.value)
     assert "_call_impl" in names[0]
 
@@ -106,7 +106,7 @@ def test_a_message_and_its_cause_become_one():
     """The script's frames came after "The above exception was the direct cause"."""
     with pytest.raises(ActionError) as found:
         trained(last=Raising())
-    leave_out_own_frames(found.value)
+    strip_own_frames(found.value)
     join_cause(found.value)
     name = "test_a_message_and_its_cause_become_one"
     names, text = shown(found.value)
@@ -299,5 +299,5 @@ def test_what_the_system_refuses_us_is_in_our_message(tmp_path):
 def test_it_ends_on_errors_that_cause_one_another():
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
-    leave_out_own_frames(one)
+    strip_own_frames(one)
     assert one.__cause__ is other and other.__cause__ is one, "both are told"

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import pytest
 
 from gpipe_hpc.comm.transport.slots import Slot
-from gpipe_hpc.comm.watchdog.uncaught import watch_start, watch_uncaught
+from gpipe_hpc.comm.watchdog.uncaught import install_failure_hook, install_start_hook
 from gpipe_hpc.errors import ConfigError, PeerError
 
 SCRIPT = """
@@ -177,10 +177,10 @@ import os
 import signal
 import time
 
-from gpipe_hpc.comm.watchdog.uncaught import watch_start
+from gpipe_hpc.comm.watchdog.uncaught import install_start_hook
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-watch_start(0, 2)
+install_start_hook(0, 2)
 
 
 class Lease:
@@ -221,7 +221,7 @@ def test_ctrl_c_in_a_destructor_is_not_lost(tmp_path, repository):
 )
 def test_the_others_hear_of_a_line_of_the_users(monkeypatch, fails):
     """They heard of one of Python's own files, or of code without a file, which he did not call."""
-    hooked(monkeypatch, rank := Rank(1, speaks=False))
+    hooked(monkeypatch, rank := Rank(1, is_first_failure=False))
     with pytest.raises((ValueError, TypeError)) as caught:
         fails()
     sys.excepthook(caught.type, caught.value, caught.tb)
@@ -273,11 +273,11 @@ def _own_interrupts():
 class Rank:
     """One that can tell others."""
 
-    def __init__(self, rank, *, speaks):
-        self.rank, self.told, self._speaks = rank, [], speaks
+    def __init__(self, rank, *, is_first_failure):
+        self.rank, self.told, self._speaks = rank, [], is_first_failure
 
     @property
-    def speaks(self):
+    def is_first_failure(self):
         return self._speaks if self.told else None
 
     def fail(self, report):
@@ -289,9 +289,9 @@ def hooked(monkeypatch, *worlds, at=1, size=2):
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
-    watch_start(at, size)
+    install_start_hook(at, size)
     for each in worlds:
-        watch_uncaught(each)
+        install_failure_hook(each)
     return printed
 
 
@@ -311,7 +311,7 @@ def end_with(error):
 )
 def test_a_rank_whose_own_report_stands_shows_where_it_waited(monkeypatch, capsys, error, lines):
     """It said that another had failed, and nobody showed a line of the script."""
-    printed = hooked(monkeypatch, rank := Rank(1, speaks=True))
+    printed = hooked(monkeypatch, rank := Rank(1, is_first_failure=True))
     end_with(error)
     assert printed == ([] if lines else [error]) and not (lines and rank.told)
     said = capsys.readouterr().err.splitlines()
@@ -324,23 +324,27 @@ def test_the_others_say_where_another_failed_and_not_all_that_it_said(monkeypatc
     """They said all of it once more, its table and remedy included, 600 characters long."""
     place = "rank 1, stage 1, micro-batch 0, action 1F0"
     told = f"{place} (table: 1RECV_F0 -> 1F0 <- 1B0): loss_fn (one): TypeError: {'long ' * 99}"
-    hooked(monkeypatch, Rank(0, speaks=False), at=0)
+    hooked(monkeypatch, Rank(0, is_first_failure=False), at=0)
     end_with(PeerError(told))
     (line,) = capsys.readouterr().err.splitlines()
     begins = f"gpipe_hpc: rank 0 stops, as another failed: {place}: loss_fn (one): TypeError: long"
     assert line.startswith(begins) and line.endswith(" ...") and len(line) < 220
 
 
-@pytest.mark.parametrize("speaks", [True, False])
-def test_a_script_with_two_pipelines_tells_the_ranks_of_both(monkeypatch, capsys, speaks):
+@pytest.mark.parametrize("is_first_failure", [True, False])
+def test_a_script_with_two_pipelines_tells_the_ranks_of_both(monkeypatch, capsys, is_first_failure):
     """The hooks stood within one another, and the inner one printed a line of its own."""
-    worlds = [Rank(1, speaks=speaks), Rank(1, speaks=True)]
+    worlds = [Rank(1, is_first_failure=is_first_failure), Rank(1, is_first_failure=True)]
     printed = hooked(monkeypatch, *worlds)
     end_with(error := ValueError("mine"))
     assert [len(each.told) for each in worlds] == [1, 1]
     assert all("ValueError: mine" in each.told[0] for each in worlds)
     said = capsys.readouterr().err
-    assert (printed, said) == ([error], "") if speaks else not printed and said.count("\n") == 1
+    assert (
+        (printed, said) == ([error], "")
+        if is_first_failure
+        else not printed and said.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -357,7 +361,7 @@ def test_a_mistake_before_the_ranks_are_together_is_shown_by_rank_0(monkeypatch,
 @pytest.mark.parametrize(("stderr", "told"), [(None, "words"), (subprocess.DEVNULL, "whole")])
 def test_torchrun_has_the_traceback_where_nothing_else_shows_it(tmp_path, repository, stderr, told):
     """It was always shown twice; with the ranks' output in files the report is all there is."""
-    code = "from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun as tell; "
+    code = "from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error as tell; "
     code += "tell('words', is_cause=True, whole='frames\\nwhole')"
     path = tmp_path / "error.json"
     env = {"TORCHELASTIC_ERROR_FILE": str(path), "PATH": ""}
@@ -371,14 +375,14 @@ def test_torchruns_root_cause_is_the_rank_that_failed(tmp_path, monkeypatch):
     """torchrun counts whole seconds, and of two in one second it takes the lower rank."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+    from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error
 
     failures = {}
     for rank, (is_cause, text) in enumerate([(False, "rank 0 stops"), (True, "the cause")]):
         path = tmp_path / f"{rank}.json"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         monkeypatch.setattr("time.time", lambda: 1000.5)
-        tell_torchrun(text, is_cause=is_cause)
+        write_torchrun_error(text, is_cause=is_cause)
         assert json.loads(path.read_text())
         failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(path))
     assert ChildFailedError("script", failures).get_first_failure()[0] == 1
@@ -386,13 +390,13 @@ def test_torchruns_root_cause_is_the_rank_that_failed(tmp_path, monkeypatch):
 
 def test_a_cause_that_is_told_late_keeps_the_time_of_its_first_words(tmp_path, monkeypatch):
     """The rank that failed printed so long that one which stopped for it had an earlier time."""
-    from gpipe_hpc.comm.watchdog.torchrun_report import tell_torchrun
+    from gpipe_hpc.comm.watchdog.torchrun_report import write_torchrun_error
 
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     for moment, text in [(1000.5, "rank 1: KeyError"), (1003.2, "KeyError: the whole of it")]:
         monkeypatch.setattr("time.time", lambda now=moment: now)
-        tell_torchrun(text, is_cause=True)
+        write_torchrun_error(text, is_cause=True)
     told = json.loads(path.read_text())["message"]
     assert told["message"] == "KeyError: the whole of it"
     assert told["extraInfo"]["timestamp"] == "1000"

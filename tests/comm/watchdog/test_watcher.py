@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_hpc.comm.watchdog.display import Display
+from gpipe_hpc.comm.watchdog.activity import ActivityTracker, BetweenPhases, Phase
 from gpipe_hpc.comm.watchdog.helper import Helper
-from gpipe_hpc.comm.watchdog.lines import Line
-from gpipe_hpc.comm.watchdog.neighbours import dials, neighbours
+from gpipe_hpc.comm.watchdog.json_connection import JsonConnection
+from gpipe_hpc.comm.watchdog.neighbours import neighbours, opens_connection
 from gpipe_hpc.comm.watchdog.own_process import OwnProcess
-from gpipe_hpc.comm.watchdog.pulse import Idle, Phase, Pulse
+from gpipe_hpc.comm.watchdog.published_status import StatusPublisher
 from gpipe_hpc.comm.watchdog.watcher import Watcher
 
 LOOPBACK = "127.0.0.1"
@@ -29,9 +29,9 @@ class Rank:
     def __init__(self, command=("sleep", "60")):
         self.process = subprocess.Popen(command)
         own, theirs = socket.socketpair()
-        self.line = Line(own)
+        self.line = JsonConnection(own)
         self.heard = []
-        watcher = Watcher(Line(theirs), OwnProcess(self.process.pid))
+        watcher = Watcher(JsonConnection(theirs), OwnProcess(self.process.pid))
         self.thread = threading.Thread(target=watcher.run, daemon=True)
         self.thread.start()
 
@@ -78,7 +78,7 @@ def connect(ranks, lines, until):
     ports = [rank.find("listening")["port"] for rank in ranks]
     for number, line in enumerate(lines):
         for other in neighbours(number, len(ranks)):
-            if dials(number, other):
+            if opens_connection(number, other):
                 line.send({"kind": "peer", "rank": other, "host": LOOPBACK, "port": ports[other]})
 
 
@@ -106,12 +106,12 @@ def test_an_end_of_the_process_is_told_with_its_code(until):
 
 
 @pytest.mark.parametrize(
-    ("activity", "is_lost"), [(Phase("step 3"), True), (Idle("step 3"), False)]
+    ("activity", "is_lost"), [(Phase("step 3"), True), (BetweenPhases("step 3"), False)]
 )
 def test_code_0_in_the_middle_of_a_step_is_no_good_end(until, activity, is_lost):
     """os._exit(0) in a layer counted as leaving in good order, and nobody was told."""
-    display = Display()
-    Pulse(600.0, None, display).note(activity)
+    display = StatusPublisher()
+    ActivityTracker(600.0, None, display).note(activity)
     shown = f"/proc/self/fd/{display.descriptor}"
     commands = {1: (("sh", "-c", "sleep 2"),)}
     with watched(2, until, commands=commands, shown=shown) as ranks:

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm.collectives.group import Piece
+from gpipe_hpc.comm.collectives.group import PeerTensor
 from gpipe_hpc.comm.world import start as starting
 from gpipe_hpc.comm.world.claim import claim_device
 from gpipe_hpc.comm.world.start import _backend, start_world
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.config.commands import exit_code_of
 from gpipe_hpc.device import device as devices
 from gpipe_hpc.device.device import Accelerator, HostDevice, device_of_rank
@@ -329,7 +329,7 @@ class Elsewhere(HostDevice):
     def holds(self, tensor):
         return not hasattr(tensor, "is_fetched")
 
-    def fetch(self, tensor):
+    def to_host(self, tensor):
         fetched = tensor.clone()
         fetched.is_fetched = True
         return fetched
@@ -340,8 +340,8 @@ def test_all_ranks_stop_with_the_report_of_the_one_whose_device_is_taken(process
         starting.device_of_rank = lambda name, local_rank: Elsewhere()
         try:
             world = start_world(timeout_s=30)
-            with together(world, "the first step"):
-                world.everybody.all_gather_object(rank)
+            with collective_errors(world, "the first step"):
+                world.world_group.all_gather_object(rank)
         except GpipeError as error:
             return type(error), exit_code_of(error), str(error)
         return None
@@ -358,7 +358,7 @@ def test_a_backend_that_knows_nothing_of_a_device_is_given_the_hosts_memory(proc
     def body(rank):
         starting.device_of_rank = lambda name, local_rank: Elsewhere()
         world = start_world(device="xpu:0", timeout_s=30)
-        group = world.everybody
+        group = world.world_group
         total, largest = torch.tensor([1.0 + rank]), torch.tensor([1.0 + rank])
         pending = group.start_all_reduce(total)
         before = total.item()
@@ -367,7 +367,7 @@ def test_a_backend_that_knows_nothing_of_a_device_is_given_the_hosts_memory(proc
         word = torch.tensor([7.0 * rank])
         group.broadcast(word, 1)
         own, came = torch.tensor([float(rank)]), torch.empty(1)
-        group.start_exchange([Piece(1 - rank, own)], [Piece(1 - rank, came)]).wait()
+        group.start_exchange([PeerTensor(1 - rank, own)], [PeerTensor(1 - rank, came)]).wait()
         return before, total.item(), largest.item(), word.item(), came.item()
 
     assert processes(2, body, tmp_path) == [(1, 3, 2, 7, 1), (2, 3, 2, 7, 0)]

@@ -23,8 +23,13 @@ from gpipe_hpc.comm.net.sealed_store import SealedStore
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.comm.world import rendezvous as module
 from gpipe_hpc.comm.world.launcher import Launch, detect_launch
-from gpipe_hpc.comm.world.rendezvous import is_own_address, make_room, meet, rendezvous
-from gpipe_hpc.comm.world.roll_call import Member
+from gpipe_hpc.comm.world.membership import Member
+from gpipe_hpc.comm.world.rendezvous import (
+    is_own_address,
+    open_rendezvous,
+    raise_file_limit,
+    rendezvous,
+)
 from gpipe_hpc.errors import LaunchError
 from tests.support import free_port, mute, patience
 
@@ -522,15 +527,17 @@ def test_rank_0_may_open_a_file_for_each_rank_or_says_that_it_may_not(
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, most))
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
-    make_room(1000)
+    raise_file_limit(1000)
     assert limits == []
-    make_room(3000)
+    raise_file_limit(3000)
     assert limits == [(allowed, most)]
     assert ("needs 3000 open files, but the limit is 2000" in caplog.text) is (most == 2000)
 
 
 def limited(limit_s: float, reach_s: float, secret: Secret | None = None) -> Work:
-    return lambda launch: str(meet(launch, limit_s, secret=secret, reach_s=reach_s).store)
+    return lambda launch: str(
+        open_rendezvous(launch, limit_s, secret=secret, reach_s=reach_s).store
+    )
 
 
 def test_a_host_that_does_not_answer_is_named_long_before_the_time_is_over():
@@ -556,7 +563,7 @@ def test_a_host_that_is_there_is_waited_for_longer():
 
     def work(launch: Launch) -> str:
         time.sleep(2.5 if launch.rank == 0 else 0.0)
-        store = meet(launch, 30.0, reach_s=1.0).store
+        store = open_rendezvous(launch, 30.0, reach_s=1.0).store
         store.set(f"met/{launch.rank}", "")
         store.wait(["met/0", "met/1"], timedelta(seconds=10))
         time.sleep(1.0 if launch.rank == 0 else 0.0)  # the server outlives the last answer
@@ -607,7 +614,7 @@ class Towards:
     def meeting(rank: int, own: str = "", far: str = "") -> "module._Meeting":
         launch = replace(launches(2)[rank], master_addr="host1", local_size=1, local_rank=0)
         me = Member.of(launch, "")
-        meeting = module._Meeting(launch, OURS, me, 60.0, time.monotonic() + 60.0, 1.0)
+        meeting = module._StoreConnection(launch, OURS, me, 60.0, time.monotonic() + 60.0, 1.0)
         meeting._own, meeting._far = own, far
         return meeting
 
@@ -617,7 +624,7 @@ def test_a_host_whose_name_is_loopback_hears_from_others_how_they_see_it(monkeyp
     sees = Towards(monkeypatch, host1="127.0.0.1")
     store = dist.HashStore()
     other = sees.meeting(1, own="10.0.0.2", far="10.0.0.1")
-    other.tell_where_seen(store)
+    other.publish_seen_address(store)
     assert other.interface_towards_others(store) == Interface("eth0", "10.0.0.2")
     for own in ("", "127.0.0.1"):  # rank 0, which serves, and another one of its host
         found = sees.meeting(0, own=own).interface_towards_others(store)

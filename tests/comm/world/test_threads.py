@@ -8,7 +8,7 @@ import torch
 from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.world.threads import run_on_threads
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.errors import ConfigError, LaunchError, PeerError
 from gpipe_hpc.schedule import Channel
@@ -111,7 +111,7 @@ def test_the_failure_is_raised_not_what_it_caused():
 
     def body(world):
         try:
-            with together(world, "a test"):
+            with collective_errors(world, "a test"):
                 if world.rank == 2:
                     raise ZeroDivisionError("the cause")
                 everybody(world).all_gather_object(None)
@@ -140,7 +140,7 @@ def test_a_device_that_cannot_be_had_is_the_failure():
         return HostDevice()
 
     with pytest.raises(ConfigError, match="no such device"):
-        run_on_threads(2, lambda world: world.everybody.all_gather_object(1), device=device)
+        run_on_threads(2, lambda world: world.world_group.all_gather_object(1), device=device)
 
 
 def test_a_block_that_nothing_broke_off_ends_with_the_news_of_a_failure():
@@ -149,15 +149,15 @@ def test_a_block_that_nothing_broke_off_ends_with_the_news_of_a_failure():
 
     def body(world):
         if world.rank == 1:
-            with together(world, "a test"):
+            with collective_errors(world, "a test"):
                 raise ZeroDivisionError("the cause")
-        with together(world, "what a CPU does is done or fails"):
+        with collective_errors(world, "what a CPU does is done or fails"):
             assert has_failed.wait(20)
         world.device = Elsewhere()
-        with pytest.raises(PeerError) as caught, together(world, "a step"):
+        with pytest.raises(PeerError) as caught, collective_errors(world, "a step"):
             assert has_failed.wait(20)
         told[world.rank] = str(caught.value)
-        with together(world, "what is done all the same"):
+        with collective_errors(world, "what is done all the same"):
             pass  # who has been told is not told again
 
     def fails(world):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_hpc.data.indexing.tar import TarDamageError, _File, members, scan_tar
+from gpipe_hpc.data.indexing.tar import TarDamageError, _BufferedFile, members, scan_tar
 
 NAMES = ["a.jpg", "d/" + "x" * 90 + "/" + "y" * 60 + ".jpg", "ü/é.png", "z" * 99, "q/" * 40 + "f"]
 FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -22,7 +22,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes = b"", **fields) -> None
 
 
 def found(path: Path) -> list[tuple[str, int, int]]:
-    with _File(path) as file:
+    with _BufferedFile(path) as file:
         return [(each.name, each.offset, each.num_bytes) for each in members(file)]
 
 

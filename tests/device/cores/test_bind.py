@@ -7,13 +7,13 @@ import torch
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.world.start import start_world
-from gpipe_hpc.device.cores.bind import _merge_reports, _Report, _sorted_by_machine, bind, bound
-from gpipe_hpc.device.cores.choice import Asked
+from gpipe_hpc.device.cores.assignment import CpuRequest
+from gpipe_hpc.device.cores.bind import _BindReport, _merge_reports, _sorted_by_machine, bind, bound
 from gpipe_hpc.errors import ConfigError
 
 
 def test_ranks_are_sorted_by_machine_wherever_they_stand():
-    told = [(host, Asked(frozenset({number}))) for number, host in enumerate("abab")]
+    told = [(host, CpuRequest(frozenset({number}))) for number, host in enumerate("abab")]
     found = _sorted_by_machine(told)
     assert [machine.number for machine in found] == [0, 0, 1, 1]
     assert [each.allowed for each in found[2].ranks] == [{0}, {2}]
@@ -21,9 +21,9 @@ def test_ranks_are_sorted_by_machine_wherever_they_stand():
 
 
 def test_equal_machines_are_told_of_once_and_many_unequal_ones_are_counted():
-    whole = _Report(8, {"same": ("a", 1)})
+    whole = _BindReport(8, {"same": ("a", 1)})
     for number in range(20):
-        whole = _merge_reports(whole, _Report(4, {"same": ("b", 1), f"own {number}": ("c", 1)}))
+        whole = _merge_reports(whole, _BindReport(4, {"same": ("b", 1), f"own {number}": ("c", 1)}))
     assert whole.num_threads == 4
     assert whole.hosts["same"] == ("a", 21)
     assert len(whole.hosts) == 8 and whole.more == 13

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from gpipe_hpc.device.host.flight_recorder import leave_unrecorded
+from gpipe_hpc.device.host.flight_recorder import disable_flight_recorder
 
 SCRIPT = """
 import json
@@ -19,7 +19,7 @@ from gpipe_hpc.comm.world.start import start_world
 
 world = start_world(device="cpu", timeout_s=60)
 for _ in range(5):
-    world.everybody.all_reduce(torch.zeros(1))
+    world.world_group.all_reduce(torch.zeros(1))
 print(len(json.loads(_dump_fr_trace_json()).get("entries", [])))
 """
 
@@ -53,5 +53,5 @@ def test_who_asks_torch_for_a_record_gets_it(environ, free_port):
 @pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
 def test_what_a_user_has_set_stays(name):
     environment = {name: "7"}
-    leave_unrecorded(environment)
+    disable_flight_recorder(environment)
     assert environment == {name: "7"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import gpipe_hpc
-from gpipe_hpc.comm.world import roll_call
+from gpipe_hpc.comm.world import membership
 from gpipe_hpc.device.host.machine import (
     clock_identity,
     folder_identity,
@@ -41,7 +41,7 @@ def test_another_namespace_is_another_place_for_what_it_divides_alone(in_a_conta
 
 @pytest.mark.parametrize(
     ("asks", "namespace"),
-    [(roll_call._machine, "net"), (lock.machine, "pid"), (clock_identity, "time")],
+    [(membership._machine, "net"), (lock.machine, "pid"), (clock_identity, "time")],
     ids=["roll call", "lock of a run", "clock"],
 )
 def test_each_asks_about_the_namespace_that_it_lives_by(in_a_container, asks, namespace):

@@ -5,7 +5,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.world.threads import ThreadGroup
-from tests.played.world import run_played
+from tests.simulated.world import run_simulated
 from tests.support import batch, square_sum
 
 LAYERS = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.BatchNorm1d, 4), LayerSpec(nn.Linear, 4, 4)]
@@ -36,13 +36,13 @@ def test_no_group_sums_on_a_device_for_the_first_time_in_a_step(settings, monkey
 
     def body(world):
         pipe = Pipeline(LAYERS, square_sum, microbatches=4, world=world, **settings)
-        world.everybody.all_gather_object(None)
+        world.world_group.all_gather_object(None)
         is_started[0] = True
         own = pipe.share(16)
         inputs, targets = batch(16)
         pipe.step(inputs[own], targets[own])
         pipe.clip_grad_norm_(1.0)
 
-    run_played(num_ranks, body)
+    run_simulated(num_ranks, body)
     assert called
     assert not [group.ranks for group, was_started in called.values() if was_started]

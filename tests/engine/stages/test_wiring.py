@@ -12,8 +12,8 @@ from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.schedule import build
 from gpipe_hpc.schedule.table.placements import copies_in_rows
-from tests.played.world import run_played
 from tests.schedule.conftest import VARIANTS, label
+from tests.simulated.world import run_simulated
 from tests.support import mean_square
 
 MESH = Mesh(64, 16)
@@ -80,14 +80,14 @@ def test_no_group_sums_for_the_first_time_within_a_step(monkeypatch, options):
         ends = layer.tied({"weight": "w"})
         layers = [ends, LayerSpec(nn.BatchNorm1d, 4), layer, layer, LayerSpec(nn.Tanh), ends]
         pipe = Pipeline(layers, mean_square, microbatches=2, world=world, **options)
-        world.everybody.all_reduce(torch.zeros(1))
+        world.world_group.all_reduce(torch.zeros(1))
         before = set(map(id, called))
-        world.everybody.all_reduce(torch.zeros(1))
+        world.world_group.all_reduce(torch.zeros(1))
         inputs, targets = torch.randn(2, 16, 4)
         part = pipe.share(16)
         pipe.step(inputs[part], targets[part])
         return before
 
-    before, *_ = run_played(4, body).results
+    before, *_ = run_simulated(4, body).results
     within = {id(group) for group in called} - before
     assert len(before) > 4 and not within

@@ -19,7 +19,7 @@ from experiments.outer.collectives.menu import PLANNERS, Case, hosts_of, plan
 from experiments.outer.collectives.one_port import played_s
 from experiments.outer.collectives.trees import double_binary_trees
 from experiments.outer.collectives.tuning import bucket_bytes, choose, crossovers, predicted
-from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.plan import PlanPosition
 from tests.comm.collectives.fitting_plans import num_sent
 
 SIZES = range(2, 10)
@@ -30,7 +30,7 @@ LINK = Link(start_s=3.0, byte_s=0.011, add_s=0.004)
 
 def plans_of(collective, name, size, count=COUNT, block=BLOCK, group=1):
     case = Case(count, block, 0, hosts_of(size, group))
-    return [plan(collective, name, Place(size, i), case) for i in range(size)]
+    return [plan(collective, name, PlanPosition(size, i), case) for i in range(size)]
 
 
 def is_power_of_two(n):
@@ -121,7 +121,7 @@ def test_bytes_sent_by_each_rank_are_those_of_theory(n):
 def test_between_hosts_the_vector_goes_once_for_each(name):
     hosts = (0, 0, 0, 1, 1, 2)
     case = Case(100, 10, 4, hosts)
-    plans = [plan("broadcast", name, Place(6, i), case) for i in range(6)]
+    plans = [plan("broadcast", name, PlanPosition(6, i), case) for i in range(6)]
     crossing = [
         (rank, move.span.length)
         for rank, own in enumerate(plans)

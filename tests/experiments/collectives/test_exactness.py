@@ -54,7 +54,7 @@ def test_what_comes_out_is_the_plain_result(collective, name, size):
         for parts, root, group in cases:
             own = parts[world.rank].clone()
             options = {"block_bytes": BLOCK_BYTES, "hosts": hosts_of(size, group), "root": root}
-            start(world.everybody, collective, name, own, **options).wait()
+            start(world.world_group, collective, name, own, **options).wait()
             found.append(own)
         return found
 
@@ -73,8 +73,8 @@ def test_between_processes_it_is_what_gloo_itself_makes(processes, tmp_path, siz
             parts, root = parts_of(size, 12 * 500), size - 1
             own, theirs = parts[rank].clone(), parts[rank].clone()
             options = {"block_bytes": 4096, "hosts": hosts_of(size, 2), "root": root}
-            start(world.everybody, collective, name, own, **options).wait()
-            run_backend(world.everybody, collective, theirs, root)
+            start(world.world_group, collective, name, own, **options).wait()
+            run_backend(world.world_group, collective, theirs, root)
             _, where = expected(collective, parts, rank, root)
             if collective == "reduce_scatter":  # the backend's own leaves its shard elsewhere
                 theirs[where] = expected(collective, parts, rank, root)[0]

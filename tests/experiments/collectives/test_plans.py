@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.outer.collectives.menu import PLANNERS, Case, hosts_of, plan
-from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.plan import PlanPosition
 from tests.comm.collectives.fitting_plans import assert_they_fit
 
 SHARDED = ("reduce_scatter", "all_gather")
@@ -22,5 +22,7 @@ def test_plans_fit_together(collective, name):
                         [case, case._replace(counts=counts)] if collective in SHARDED else [case]
                     )
                     for each in cases:
-                        plans = [plan(collective, name, Place(size, i), each) for i in range(size)]
+                        plans = [
+                            plan(collective, name, PlanPosition(size, i), each) for i in range(size)
+                        ]
                         assert_they_fit(plans, (size, each))

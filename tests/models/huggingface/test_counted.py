@@ -12,7 +12,7 @@ from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.models.huggingface import huggingface_layers
 from gpipe_hpc.models.huggingface.library import transformers_part
-from gpipe_hpc.models.huggingface.valueless import run_as_with_values
+from gpipe_hpc.models.huggingface.meta_tensors import run_without_values
 from gpipe_hpc.planner.costs.counted import count_model
 from gpipe_hpc.planner.stages import count_stages
 from gpipe_hpc.pytree import map_tensors, tensors_of
@@ -109,7 +109,7 @@ def test_the_library_takes_fakes_for_tracing_again_after_a_trial(library):
 
     def look() -> None:
         for _ in range(25):
-            with run_as_with_values(fake):
+            with run_without_values(fake):
                 time.sleep(0.001)  # another thread's turn
                 seen.append(utilities.is_tracing(fake))
 

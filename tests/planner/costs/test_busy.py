@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from gpipe_hpc.models import LayerSpec, stage_layers
 from gpipe_hpc.planner import measure_layers, minimax
-from gpipe_hpc.planner.costs.clock import Clock
+from gpipe_hpc.planner.costs.clock import WorkClock
 
 
-class Machine(Clock):
+class Machine(WorkClock):
     """A machine whose time passes while layers say so, more slowly for them while it is busy."""
 
     def __init__(self, slowdown: Callable[[float], float]) -> None:

@@ -21,10 +21,10 @@ from gpipe_hpc.planner.costs.calibration import (
     write_calibration,
 )
 from gpipe_hpc.planner.costs.counted import count_model
-from gpipe_hpc.planner.costs.prices import FREE, Measured, Pass, Prices, write_prices
+from gpipe_hpc.planner.costs.prices import FREE, PassCost, Prices, PricesContext, write_prices
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.trainer.search.answer import compared
-from gpipe_hpc.trainer.search.from_settings import Searching
+from gpipe_hpc.trainer.search.from_settings import LayoutSearch
 from tests.support import train_here
 
 COUNT = count_model([LayerSpec(nn.Linear, 4, 4)] * 2, torch.empty(3, 4, device="meta"))
@@ -42,10 +42,10 @@ SOME = Calibration(
         1e-4,
         Link(2e-5, 3e9),
         Link(4e-5, 1e9),
-        Pass(0.0, 2e-6, 3e-10),
-        Pass(0.0, 0.0, 1e-10),
+        PassCost(0.0, 2e-6, 3e-10),
+        PassCost(0.0, 0.0, 1e-10),
         5e-4,
-        Measured("cpu", "some processor", 2, "float32", "adamw"),
+        PricesContext("cpu", "some processor", 2, "float32", "adamw"),
     ),
     within=Link(2e-5, 3e9),
     notes=("transfers between hosts: not told",),
@@ -197,8 +197,8 @@ def run(tmp_path_factory):
         0.25,
         Link(0.5, 1e3),
         Link(0.0, 1e6),
-        Pass(0.0, 0.125, 0.0),
-        Pass(2.0, 0.0, 0.0),
+        PassCost(0.0, 0.125, 0.0),
+        PassCost(2.0, 0.0, 0.0),
         4.0,
         found.prices.measured,
     )
@@ -215,7 +215,7 @@ def test_a_plan_by_a_calibration_has_its_transfers_and_all_else(run):
     """What a run measured beside its layers was thrown away: a plan had no transfers."""
     words, path, given = run
     step = step_of_plan(*words, "pipeline.stages=2", f"plan.calibration={path}")
-    assert (step.norm_s, step.beside_s) == (2.0, 4.0)
+    assert (step.norm_s, step.overhead_s) == (2.0, 4.0)
     assert step.optimizer_s == pytest.approx(0.125 * max(held_tensors(given)))
     free = step_of_plan(
         *words, "pipeline.stages=2", f"plan.calibration={path}", "plan.within_bytes_per_s=1e18",
@@ -251,7 +251,7 @@ def test_prices_of_a_file_go_ahead_of_a_calibration(run, tmp_path):
     words, path, given = run
     write_prices(tmp_path / "prices.yaml", replace(given.prices, step_s=7.0))
     both = [f"plan.calibration={path}", f"plan.prices={tmp_path}/prices.yaml"]
-    assert step_of_plan(*words, "pipeline.stages=2", *both).beside_s == 7.0
+    assert step_of_plan(*words, "pipeline.stages=2", *both).overhead_s == 7.0
 
 
 def test_another_optimizer_is_told_of_and_takes_no_time(run):
@@ -271,11 +271,18 @@ def test_a_search_scales_a_calibration(run):
     assert f"layers: scaled from calibration of {path} (2 ranks on one host" in found.text
     assert "layers are measured by a run (plan.calibration)" in found.text
     assert "step overheads are those of plan.calibration" in found.text
-    ground = Searching.of(config, ()).ground
-    assert ground.gauge(4).times == given.layers
-    counted = Searching.of(replace(config, plan=replace(config.plan, calibration=None)), ()).ground
+    cache = LayoutSearch.of(config, ()).cache
+    assert cache.cost_model(4).times == given.layers
+    counted = LayoutSearch.of(
+        replace(config, plan=replace(config.plan, calibration=None)), ()
+    ).cache
     for scaled, took, more, than in zip(
-        *(ground.gauge(8).times, given.layers, counted.gauge(8).times, counted.gauge(4).times),
+        *(
+            cache.cost_model(8).times,
+            given.layers,
+            counted.cost_model(8).times,
+            counted.cost_model(4).times,
+        ),
         strict=True,
     ):
         assert scaled.forward == pytest.approx(took.forward * more.forward / than.forward)

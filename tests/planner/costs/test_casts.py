@@ -15,7 +15,7 @@ from gpipe_hpc.models import LayerSpec, build_gpt, build_model, token_cross_entr
 from gpipe_hpc.planner.budget.fitting import choose_recompute
 from gpipe_hpc.planner.costs.counted import count_model
 from gpipe_hpc.planner.forecast import forecast
-from gpipe_hpc.planner.telling.report import Assumptions, rank_table
+from gpipe_hpc.planner.report.tables import Assumptions, rank_table
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.units import bytes_text
 

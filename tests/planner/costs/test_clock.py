@@ -3,7 +3,7 @@
 import torch
 
 from gpipe_hpc.planner.costs import clock as clocks
-from gpipe_hpc.planner.costs.clock import Clock
+from gpipe_hpc.planner.costs.clock import WorkClock
 
 MS = 1e-3
 
@@ -85,7 +85,7 @@ def ordered(monkeypatch, *works):
     """Return the milliseconds of the device and of the host for each work, one after the other."""
     machine = Machine()
     monkeypatch.setattr(clocks.time, "perf_counter", machine.perf_counter)
-    clock = Clock()
+    clock = WorkClock()
     found = [clock.ordered(layer(machine, *work), machine) for work in works]
     assert all(result == "made" for result, _, _ in found)
     return [(round(device_s / MS, 6), round(host_s / MS, 6)) for _, device_s, host_s in found]
@@ -125,7 +125,7 @@ def test_the_lead_grows_where_the_probe_took_longer(monkeypatch):
 def test_a_host_that_waits_for_the_device_does_not_count_the_lead(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(clocks.time, "perf_counter", machine.perf_counter)
-    clock = Clock()
+    clock = WorkClock()
 
     def reads():
         machine.put(1 * MS)
@@ -141,7 +141,7 @@ def test_a_time_by_itself_is_the_longer_one(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(clocks.time, "perf_counter", machine.perf_counter)
     for work, expected in (((10, 0.05 * MS, 0.1 * MS), 1), ((10, 0.1 * MS, 0.05 * MS), 1)):
-        _, seconds = Clock().timed(layer(machine, *work), machine)
+        _, seconds = WorkClock().timed(layer(machine, *work), machine)
         assert round(seconds / MS, 6) == expected
 
 
@@ -150,7 +150,7 @@ def test_from_an_idle_device_until_it_is_done(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(clocks.time, "perf_counter", machine.perf_counter)
     machine.put(7.0)
-    result, seconds = Clock().from_idle(layer(machine, 2, 1.0, 10.0), machine)
+    result, seconds = WorkClock().from_idle(layer(machine, 2, 1.0, 10.0), machine)
     assert (result, seconds) == ("made", 21.0)
-    _, seconds = Clock().from_idle(layer(machine, 3, 10.0, 1.0), machine)
+    _, seconds = WorkClock().from_idle(layer(machine, 3, 10.0, 1.0), machine)
     assert seconds == 31.0

@@ -11,7 +11,7 @@ from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_model, token_cross_entropy
 from gpipe_hpc.planner import LayerCost, measure_layers
-from gpipe_hpc.planner.costs.clock import Clock
+from gpipe_hpc.planner.costs.clock import WorkClock
 
 FAST = {"repetitions": 1, "warmup": 0, "rounds": 1}
 # Where seconds count: the least of several times is disturbed by no other work on the machine.
@@ -126,7 +126,7 @@ def test_one_layer_lives_at_a_time():
     assert set(together[2:-2]) == {"run"}
 
 
-class Told(Clock):
+class Told(WorkClock):
     """A clock that goes on as it is told to, and a little with all that it measures."""
 
     def __init__(self) -> None:

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from gpipe_hpc.planner.costs.observed import (
-    Took,
-    both_ways,
+    ObservedTransfer,
     fitted,
     gap_s,
     message_of,
     pass_of,
     sums,
     transfers,
+    without_clock_offsets,
 )
-from gpipe_hpc.planner.costs.prices import Pass, Prices
+from gpipe_hpc.planner.costs.prices import PassCost, Prices
 from gpipe_hpc.schedule import Action, Cluster, Costs, Event, Link, Op, Timeline, build, simulate
 from gpipe_hpc.schedule.table.actions import COMPUTE
 
@@ -80,8 +80,12 @@ def test_noise_makes_no_link_that_gets_faster_with_more_bytes():
 
 def test_clocks_of_hosts_fall_out_of_both_ways():
     ahead_s = 5e-3
-    taken = [Took(0, 1, 1e6, 2e-3 + ahead_s), Took(1, 0, 1e6, 2e-3 - ahead_s), Took(1, 2, 9.0, 1.0)]
-    assert both_ways(taken) == [(1e6, pytest.approx(2e-3))] * 2
+    taken = [
+        ObservedTransfer(0, 1, 1e6, 2e-3 + ahead_s),
+        ObservedTransfer(1, 0, 1e6, 2e-3 - ahead_s),
+        ObservedTransfer(1, 2, 9.0, 1.0),
+    ]
+    assert without_clock_offsets(taken) == [(1e6, pytest.approx(2e-3))] * 2
 
 
 def test_a_sum_counts_from_when_all_had_begun():
@@ -125,9 +129,9 @@ def test_a_message_of_a_sum_makes_the_sum_again(size):
 
 
 def test_a_pass_is_what_ranks_took():
-    true = Pass(0.0, 2e-6, 3e-10)
+    true = PassCost(0.0, 2e-6, 3e-10)
     ranks = [(n, e, true.seconds(n, e)) for n, e in ((10, 1e6), (40, 2e6), (5, 8e6))]
     found = pass_of(ranks)
     assert found == pytest.approx(true)
-    assert pass_of([(10, 1e6, 1e-3)] * 2) == pytest.approx(Pass(0.0, 0.0, 1e-9))
-    assert pass_of([(0, 0.0, 1e-3)]) == Pass()
+    assert pass_of([(10, 1e6, 1e-3)] * 2) == pytest.approx(PassCost(0.0, 0.0, 1e-9))
+    assert pass_of([(0, 0.0, 1e-3)]) == PassCost()

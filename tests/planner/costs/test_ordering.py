@@ -7,7 +7,7 @@ from torch import nn
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planner import measure_layers
-from gpipe_hpc.planner.costs.clock import Clock
+from gpipe_hpc.planner.costs.clock import WorkClock
 
 NUMBER = 4
 
@@ -18,7 +18,7 @@ class Played(HostDevice):
     is_accelerator = True
 
 
-class Told(Clock):
+class Told(WorkClock):
     """Every part takes the device and the host so long alone; a pass over all layers `through_s`.
 
     That is of a forward with its backward; a bare forward takes half as long.

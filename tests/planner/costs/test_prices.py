@@ -10,9 +10,9 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planner.costs.prices import (
     FREE,
-    Measured,
-    Pass,
+    PassCost,
     Prices,
+    PricesContext,
     check_prices,
     read_prices,
     write_prices,
@@ -20,9 +20,10 @@ from gpipe_hpc.planner.costs.prices import (
 from gpipe_hpc.schedule import Costs, Link
 from gpipe_hpc.trainer.search.answer import compared
 
-HERE = Measured("cpu", "some processor", 2, "float32", "adamw")
+HERE = PricesContext("cpu", "some processor", 2, "float32", "adamw")
 SOME = Prices(
-    1e-4, Link(2e-5, 3e9), Link(4e-5, 1e9), Pass(1e-5, 2e-6, 3e-10), Pass(1e-6, 2e-6, 1e-10), 5e-4,
+    1e-4, Link(2e-5, 3e9), Link(4e-5, 1e9),
+    PassCost(1e-5, 2e-6, 3e-10), PassCost(1e-6, 2e-6, 1e-10), 5e-4,
     HERE, 300_000_000,
 )  # fmt: skip
 
@@ -176,5 +177,5 @@ def test_prices_add_to_each_action():
 
 
 def test_a_pass_over_nothing_takes_no_time():
-    assert Pass(1.0, 2.0, 3.0).seconds(0, 0) == 0
-    assert Pass(1.0, 2.0, 3.0).seconds(2, 10) == 35
+    assert PassCost(1.0, 2.0, 3.0).seconds(0, 0) == 0
+    assert PassCost(1.0, 2.0, 3.0).seconds(2, 10) == 35

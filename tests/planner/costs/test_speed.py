@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.device.device import device_to_come
+from gpipe_hpc.device.device import planned_device
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planner import deciding
+from gpipe_hpc.planner import shared_decisions
 from gpipe_hpc.planner.costs.speed import confirms, paces_of_times, paces_text, seconds_of_work
 from tests.support import mean_square, train_here
 
@@ -55,7 +55,7 @@ class Ticking:
 
 def test_the_least_of_some_repeats_counts_and_no_random_number_is_drawn():
     state, clock = torch.get_rng_state(), Ticking()
-    assert seconds_of_work(device_to_come("cpu"), "float32", clock) == 1 / clock.runs
+    assert seconds_of_work(planned_device("cpu"), "float32", clock) == 1 / clock.runs
     assert clock.runs > 2 and torch.equal(state, torch.get_rng_state())
 
 
@@ -78,7 +78,7 @@ def cuts(ranks, **settings):
 
 
 def test_the_cut_follows_what_ranks_have_measured(monkeypatch, caplog):
-    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.0203))
+    monkeypatch.setattr(shared_decisions, "seconds_of_work", of_rank(0.01, 0.0203))
     with caplog.at_level("INFO"):
         assert cuts(2) == ((4, 2), (1.0, 2.0), 2)
     assert "paces: rank 0: 1, rank 1: 2 times as long as the fastest" in caplog.text
@@ -86,7 +86,7 @@ def test_the_cut_follows_what_ranks_have_measured(monkeypatch, caplog):
 
 def test_rank_0_alone_is_told_of_the_paces_of_all(monkeypatch):
     """Each rank heard of every other: 37 kB in a world of 4,096."""
-    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.01, 0.01, 0.02))
+    monkeypatch.setattr(shared_decisions, "seconds_of_work", of_rank(0.01, 0.01, 0.01, 0.02))
 
     def body(world):
         layers = [nn.Linear(3, 3) for _ in range(6)]
@@ -97,23 +97,23 @@ def test_rank_0_alone_is_told_of_the_paces_of_all(monkeypatch):
 
 
 def test_of_replicas_the_slower_counts(monkeypatch):
-    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.02, 0.01, 0.01, 0.02))
+    monkeypatch.setattr(shared_decisions, "seconds_of_work", of_rank(0.02, 0.01, 0.01, 0.02))
     assert cuts(4, replicas=2) == ((3, 3), (1.0, 1.0), 2)
-    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.01, 0.01, 0.02))
+    monkeypatch.setattr(shared_decisions, "seconds_of_work", of_rank(0.01, 0.01, 0.01, 0.02))
     assert cuts(4, replicas=2) == ((4, 2), (1.0, 2.0), 2)
 
 
 def test_pipelines_with_holes_follow_what_ranks_have_measured(monkeypatch):
     """They measured nothing, and said so."""
-    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.01, 0.03))
+    monkeypatch.setattr(shared_decisions, "seconds_of_work", of_rank(0.01, 0.01, 0.03))
     # The slow rank and a fast one do 4/3 as much as the other fast one.
     assert cuts(3, stages=2) == ((2, 4), (1.0, 1.0, 3.0), 3)
 
 
 def test_stages_fit_ranks_as_measured(monkeypatch):
-    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.03))
+    monkeypatch.setattr(shared_decisions, "seconds_of_work", of_rank(0.01, 0.03))
     assert cuts(2, stages="fit", schedule="zb_h1")[2] == 2
-    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.0101))
+    monkeypatch.setattr(shared_decisions, "seconds_of_work", of_rank(0.01, 0.0101))
     assert cuts(2, stages="fit", schedule="zb_h1")[2] == 1
 
 
@@ -133,7 +133,7 @@ def test_a_resumed_run_keeps_its_paces_unless_ranks_have_changed(
     words = (*tiny, "pipeline.paces=measured", f"pipeline.partition={partition}")
 
     def run(seconds, steps):
-        monkeypatch.setattr(deciding, "seconds_of_work", of_rank(*seconds))
+        monkeypatch.setattr(shared_decisions, "seconds_of_work", of_rank(*seconds))
         train_here(2, f"run.dir={tmp_path}", *words, f"train.stop_at={steps}", "train.steps=9")
         layout = json.loads((tmp_path / "summary.json").read_text())["layout"]
         return layout["paces"], layout["layers_of_stages"]

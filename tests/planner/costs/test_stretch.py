@@ -9,15 +9,15 @@ from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.models.skips import skip_names
 from gpipe_hpc.planner import measure_layers
 from gpipe_hpc.planner.costs import stretch
-from gpipe_hpc.planner.costs.built_layers import Bench, Seconds
-from gpipe_hpc.planner.costs.clock import Clock
-from gpipe_hpc.planner.costs.stretch import InStage, Member, Part, in_stage
-from gpipe_hpc.planner.costs.walk import Given, Visit
+from gpipe_hpc.planner.costs.built_layers import LayerSeconds, MeasuringOptions
+from gpipe_hpc.planner.costs.clock import WorkClock
+from gpipe_hpc.planner.costs.stretch import PassCorrection, StageCorrection, StretchLayer, in_stage
+from gpipe_hpc.planner.costs.walk import LayerInput, LayerVisit
 
 MS = 1e-3
 
 
-class Machine(Clock):
+class Machine(WorkClock):
     """Each piece of work takes `start_s`, and what its layers spend."""
 
     def __init__(self, start_s=0.0):
@@ -102,10 +102,14 @@ def test_layers_that_take_longer_together_cost_more_but_not_what_other_work_cost
 
 def member(machine, index, seconds, num_bytes=0):
     layer = LayerSpec(Working, machine, seconds)
-    given = Given(torch.ones(2, requires_grad=True))
-    own = Seconds(seconds, 2 * seconds, 2 * seconds, 0.0, seconds, seconds)
-    return Member(
-        Visit(layer, index, skip_names(layer), given), None, own, Seconds(*[0.0] * 6), num_bytes
+    given = LayerInput(torch.ones(2, requires_grad=True))
+    own = LayerSeconds(seconds, 2 * seconds, 2 * seconds, 0.0, seconds, seconds)
+    return StretchLayer(
+        LayerVisit(layer, index, skip_names(layer), given),
+        None,
+        own,
+        LayerSeconds(*[0.0] * 6),
+        num_bytes,
     )
 
 
@@ -127,14 +131,14 @@ def test_the_longest_stretch_that_may_be_run_is_chosen(seconds, num_bytes, chose
         member(machine, index, *pair)
         for index, pair in enumerate(zip(seconds, num_bytes, strict=True))
     ]
-    bench = Bench(0, HostDevice(), 1, 0, machine)
+    bench = MeasuringOptions(0, HostDevice(), 1, 0, machine)
     found = stretch._stretch(members, bench)
     assert [each.visit.index for each in found] == list(chosen)
 
 
 def test_passes_end_when_they_took_long_enough(monkeypatch):
     machine = Machine()
-    bench = Bench(0, HostDevice(), 1, 0, machine)
+    bench = MeasuringOptions(0, HostDevice(), 1, 0, machine)
     in_stage([member(machine, index, 5 * MS) for index in range(3)], bench)
     # 60 ms a pass; the last one begins before 1.5 s are over.
     assert machine.time_s == pytest.approx(1.5, abs=0.061)
@@ -162,7 +166,7 @@ def test_skips_that_come_from_outside_a_stretch_are_given_to_it():
     ]
     for first in (0, 1, 3):
         visits = visits_of(layers, torch.ones(3, 4, requires_grad=True))[first:]
-        bench = Bench(0, HostDevice(), 1, 0, Clock())
+        bench = MeasuringOptions(0, HostDevice(), 1, 0, WorkClock())
         with bench.built(visits, None) as built:
             assert all(each > 0 for each in (*built.through(), built.bare_through()))
 
@@ -171,15 +175,17 @@ def visits_of(layers, inputs):
     given = {"a": inputs, "b": inputs}
     names = [skip_names(layer) for layer in layers]
     return [
-        Visit(layer, index, own, Given(inputs, tuple(given[name] for name in own.pops)))
+        LayerVisit(layer, index, own, LayerInput(inputs, tuple(given[name] for name in own.pops)))
         for index, (layer, own) in enumerate(zip(layers, names, strict=True))
     ]
 
 
 def test_seconds_in_a_stage():
-    own = Seconds(4.0, 8.0, 5.0, 3.0, 2.0, 4.0)
-    host = Seconds(*[10.0] * 6)
-    parts = InStage(Part(saved_s=1.0), Part(times=1.5), Part(host=0.5))
+    own = LayerSeconds(4.0, 8.0, 5.0, 3.0, 2.0, 4.0)
+    host = LayerSeconds(*[10.0] * 6)
+    parts = StageCorrection(
+        PassCorrection(saved_s=1.0), PassCorrection(times=1.5), PassCorrection(host=0.5)
+    )
     assert parts.seconds(own, host) == (3.0, 12.0, 7.5, 4.5, 5.0, 3.0)
 
 
@@ -190,7 +196,7 @@ def test_a_stretch_takes_a_quarter_of_the_memory_that_is_free():
 
     machine = Machine()
     members = [member(machine, index, 1 * MS, num_bytes=10) for index in range(5)]
-    bench = Bench(0, Tight(), 1, 0, machine)
+    bench = MeasuringOptions(0, Tight(), 1, 0, machine)
     assert len(stretch._stretch(members, bench)) == 2
 
 
@@ -198,7 +204,7 @@ def test_the_first_pass_over_a_stretch_does_not_count():
     machine = Machine()
     took = iter([9.0] * 3 + [2.0] * 1000)
     machine.timed = lambda work, device: (work(), next(took) * MS)
-    bench = Bench(0, HostDevice(), 1, 0, machine)
+    bench = MeasuringOptions(0, HostDevice(), 1, 0, machine)
     members = [member(machine, index, 1 * MS) for index in range(2)]
     assert stretch._usual_passes(members, bench) == pytest.approx([2 * MS] * 3)
 
@@ -223,7 +229,7 @@ def test_bytes_that_a_forward_keeps_are_those_of_storages_without_parameters():
             return hidden[:, :2] * hidden[:, 2:]  # both parts of one storage
 
     visits = visits_of([LayerSpec(Kept, 4, 4)], torch.ones(3, 4, requires_grad=True))
-    bench = Bench(0, HostDevice(), 1, 0, Clock())
+    bench = MeasuringOptions(0, HostDevice(), 1, 0, WorkClock())
     with bench.built(visits, None) as built:
         # The input, for the weight's gradient, and what comes out of exp.
         assert built.kept_bytes() == 4 * (3 * 4 + 3 * 4)

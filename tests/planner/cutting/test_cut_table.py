@@ -12,7 +12,7 @@ from gpipe_hpc.models import (
     stage_layers,
 )
 from gpipe_hpc.planner import check_conservation, cut_table, minimax
-from gpipe_hpc.planner.telling.columns import compressed
+from gpipe_hpc.planner.report.columns import compressed
 from tests.support import refusal
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import LayerSpec, layer_parameters, stage_layers
-from gpipe_hpc.planner import by_hand, minimax, uniform
+from gpipe_hpc.planner import check_given_cut, minimax, uniform
 
 costs_strategy = st.lists(
     st.one_of(
@@ -124,8 +124,8 @@ def test_no_stages_are_refused():
 
 
 def test_by_hand_accepts_what_fits():
-    assert by_hand((2, 1), 3, 2) == [2, 1]
-    assert by_hand([3, 0], 3, 2, allow_empty=True) == [3, 0]
+    assert check_given_cut((2, 1), 3, 2) == [2, 1]
+    assert check_given_cut([3, 0], 3, 2, allow_empty=True) == [3, 0]
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_by_hand_accepts_what_fits():
 )
 def test_by_hand_refuses_what_does_not(counts: list, message: str):
     with pytest.raises(PartitionError, match=message):
-        by_hand(counts, 5, 3)
+        check_given_cut(counts, 5, 3)

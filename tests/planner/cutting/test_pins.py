@@ -10,22 +10,29 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_hpc.device.device import device_to_come
+from gpipe_hpc.device.device import planned_device
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import LayerSpec, normalise_layers
-from gpipe_hpc.planner import Counted, Example, Partition, Request, choose_partition, lay_out
+from gpipe_hpc.planner import CountedCosts, Example, Partition, Request, choose_partition, lay_out
 from gpipe_hpc.planner.cutting.minimax import minimax
-from gpipe_hpc.planner.cutting.pins import EndRanges, Pin, check_pinned, holds, pins_text, read_pins
-from gpipe_hpc.planner.cutting.uneven import (
+from gpipe_hpc.planner.cutting.pins import (
+    EndRanges,
+    Pin,
+    check_pinned,
+    has_valid_cut,
+    pins_text,
+    read_pins,
+)
+from gpipe_hpc.planner.cutting.unequal_ranks import (
     StageConstraint,
     copies_for,
     cut_for_paces,
     cut_for_ranks,
-    cut_where,
+    cut_with_constraint,
     paces_in_rows,
 )
 from gpipe_hpc.planner.fit import fit_stages
-from gpipe_hpc.planner.forecast import held_bytes
+from gpipe_hpc.planner.forecast import peak_bytes_of_ranks
 from gpipe_hpc.planner.memory.by_rank import excess_bytes
 from tests.support import mean_square
 
@@ -61,7 +68,7 @@ def problems(draw):
 def test_the_intervals_are_those_of_all_cuts_that_hold_the_pins(problem):
     costs, stages, pins = problem
     held = [cut for cut in all_cuts(len(costs), stages) if keeps(pins, cut)]
-    assert holds(pins, len(costs), stages) == bool(held)
+    assert has_valid_cut(pins, len(costs), stages) == bool(held)
     if held:
         among = [*zip(*([0, *accumulate(cut)] for cut in held), strict=True)]
         low, high = EndRanges.where(pins, len(costs), stages)
@@ -105,7 +112,7 @@ def test_cuts_for_slow_ranks_holes_and_memory_are_the_best_that_hold_the_pins(pr
     most = data.draw(st.lists(st.integers(1, 6), min_size=stages, max_size=stages))
     room = StageConstraint(lambda stage, start, end: end - start <= most[stage], lambda *_: True)
     fitting = [cut for cut in held if all(n <= m for n, m in zip(cut, most, strict=True))]
-    roomy = cut_where(costs, paces, room, pins)
+    roomy = cut_with_constraint(costs, paces, room, pins)
     assert (roomy is None) == (not fitting)
     if roomy is not None:
         assert roomy in fitting and took(roomy) == min(map(took, fitting))
@@ -188,8 +195,8 @@ def test_a_cut_by_hand_has_to_hold_them():
 def counted():
     layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
     batch, targets = (torch.empty(16, 32, device="meta") for _ in range(2))
-    example = Example(batch, targets, mean_square, 0, device_to_come("cpu"))
-    return Counted(normalise_layers(layers), example)
+    example = Example(batch, targets, mean_square, 0, planned_device("cpu"))
+    return CountedCosts(normalise_layers(layers), example)
 
 
 GAUGE = counted()
@@ -239,7 +246,7 @@ def test_a_kept_cut_of_the_best_placement_holds_pins_that_are_new():
 def test_a_cut_that_leaves_for_memory_holds_them():
     def held(layout):
         states = ASKED.kept_states
-        return held_bytes(GAUGE.count, layout.partition.counts, layout.schedule, states)
+        return peak_bytes_of_ranks(GAUGE.count, layout.partition.counts, layout.schedule, states)
 
     plain = held(lay_out(ASKED, GAUGE))
     limits = [round(0.8 * plain[0]), *(4 * each for each in plain[1:])]
@@ -256,6 +263,6 @@ def test_stages_that_cannot_hold_them_are_not_chosen():
 
 
 def test_pins_are_refused_before_layers_are_measured():
-    gauge = Counted(LAYERS, None)  # cannot be asked for times
+    cost_model = CountedCosts(LAYERS, None)  # cannot be asked for times
     with pytest.raises(PartitionError, match=r"pipeline\.pins: no cut into 3 stages puts"):
-        choose_partition("time", 3, gauge, pins=(Pin(0, 1),))
+        choose_partition("time", 3, cost_model, pins=(Pin(0, 1),))

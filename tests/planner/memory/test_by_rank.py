@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.device.device import device_to_come
+from gpipe_hpc.device.device import planned_device
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import normalise_layers
-from gpipe_hpc.planner import Counted, Example, Request, fit_stages, lay_out
+from gpipe_hpc.planner import CountedCosts, Example, Request, fit_stages, lay_out
 from gpipe_hpc.planner.memory.by_rank import excess_bytes, memory_limits
-from gpipe_hpc.planner.telling.alternatives import forecast_of
+from gpipe_hpc.planner.report.alternatives import forecast_of
 from gpipe_hpc.schedule import Op
 from tests.support import mean_square
 
@@ -19,15 +19,15 @@ LAYERS = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
 ASKED = Request(stages=2, microbatches=8, partition=[6, 6], schedule="one_f_one_b")
 
 
-def gauge():
+def cost_model():
     batch = torch.empty(256, 64, device="meta")
-    example = Example(batch, batch, mean_square, 0, device_to_come("cpu"))
-    return Counted(normalise_layers(LAYERS), example)
+    example = Example(batch, batch, mean_square, 0, planned_device("cpu"))
+    return CountedCosts(normalise_layers(LAYERS), example)
 
 
 def held(request):
-    found = lay_out(request, gauge())
-    return found, [r.total_bytes for r in forecast_of(found, request, gauge(), 8 * 256).ranks]
+    found = lay_out(request, cost_model())
+    return found, [r.total_bytes for r in forecast_of(found, request, cost_model(), 8 * 256).ranks]
 
 
 def recomputing(layout):
@@ -92,7 +92,7 @@ def test_stages_are_chosen_that_each_rank_has_room_for():
     one = replace(ASKED, schedule="zb_h1", microbatches=12)
     (whole,) = held(replace(one, stages=1, partition=[12], microbatches=6))[1]
     between = (max(held(one)[1]) + whole) / 2
-    ample = fit_stages(replace(asked, memory_bytes=[whole * 2] * 2), 2, gauge())
+    ample = fit_stages(replace(asked, memory_bytes=[whole * 2] * 2), 2, cost_model())
     assert ample.stages == 1
-    found = fit_stages(replace(asked, memory_bytes=[whole * 2, between]), 2, gauge())
+    found = fit_stages(replace(asked, memory_bytes=[whole * 2, between]), 2, cost_model())
     assert found.stages == 2 and "(with 1 a rank needs more than " in found.text

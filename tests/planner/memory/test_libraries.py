@@ -5,7 +5,7 @@ from torch import nn
 
 from gpipe_hpc.device.device import Accelerator
 from gpipe_hpc.models import LayerSpec, mean_squared_error
-from gpipe_hpc.planner import Counted, Example
+from gpipe_hpc.planner import CountedCosts, Example
 from gpipe_hpc.planner.forecast import forecast
 from gpipe_hpc.schedule import build
 
@@ -16,7 +16,7 @@ def planned(workspace, monkeypatch):
     layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
     batch = torch.empty(2, 4, device="meta")
     on = Example(batch, batch, mean_squared_error, 0, Accelerator(torch.device("cuda")))
-    count = Counted(layers, on).count
+    count = CountedCosts(layers, on).count
     found = forecast(count, (1, 1), build("gpipe", ranks=2, microbatches=2), 2)
     return [rank.total_bytes for rank in found.ranks]
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.models import build_gpt, token_cross_entropy
-from gpipe_hpc.planner import Counted, Example
+from gpipe_hpc.planner import CountedCosts, Example
 from gpipe_hpc.planner.forecast import forecast
 from gpipe_hpc.planner.memory.workspace import LiveBytes
 from gpipe_hpc.schedule import Op
@@ -45,7 +45,7 @@ def found_and_planned(world, precision, recompute, **settings):
     example = Example(
         inputs[:SAMPLES], targets[:SAMPLES], token_cross_entropy, 0, pipe.world.device
     )
-    model = Counted(SPECS, example, precision, shares_casts=False).count
+    model = CountedCosts(SPECS, example, precision, shares_casts=False).count
     layout = pipe.layout
     if world.rank:
         return live.most, None  # the table of all ranks is that of the first

@@ -18,7 +18,7 @@ from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planner.memory.workspace import LiveBytes
 from gpipe_hpc.planner.stages import count_stages
 from gpipe_hpc.settings import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
-from gpipe_hpc.trainer.asking import request_of
+from gpipe_hpc.trainer.pipeline_request import request_of
 from tests.support import mean_square
 
 WIDTH = 64
@@ -103,7 +103,9 @@ def test_the_sum_has_the_larger_of_a_step_and_its_update():
     assert rank.total_bytes == 40 + 7 + 30
     more = RankForecast(**held, activation_bytes=4, sent_bytes=0, update_bytes=9, saving_bytes=30)
     assert more.total_bytes == 40 + 9 + 30
-    apart = RankForecast(**held, activation_bytes=4, sent_bytes=0, saving_bytes=30, lies_apart=True)
+    apart = RankForecast(
+        **held, activation_bytes=4, sent_bytes=0, saving_bytes=30, is_on_device=True
+    )
     assert apart.total_bytes == 40 + 7, "on an accelerator buffers lie on the host"
 
 

@@ -3,7 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.schedule.passes.communication import _Rendezvous, _Ring, _Traffic, _Transfers
+from gpipe_hpc.schedule.passes.communication import (
+    _BlockedCycle,
+    _Rendezvous,
+    _TableTransfers,
+    _Transfers,
+)
 
 COSTS = st.integers(-3, 3)
 
@@ -21,7 +26,7 @@ class Counted(list):
 
 @given(st.lists(COSTS, min_size=1, max_size=40), st.lists(st.tuples(st.integers(0, 39), COSTS)))
 def test_the_least_and_its_places_are_those_of_the_whole_list(costs, changes):
-    ring = _Ring(list(range(len(costs))), {}, costs)
+    ring = _BlockedCycle(list(range(len(costs))), {}, costs)
     for place, cost in changes:
         ring.change(place % len(costs) - len(costs) * (place % 2), cost)
         least = min(ring.costs)
@@ -33,7 +38,7 @@ def test_the_least_and_its_places_are_those_of_the_whole_list(costs, changes):
 
 def test_a_change_looks_at_few_costs():
     """Each of millions of posts looked at the costs of all ranks in the circle."""
-    ring = _Ring(list(range(1024)), {}, [9] * 1024)
+    ring = _BlockedCycle(list(range(1024)), {}, [9] * 1024)
     ring.costs, ring.least = Counted(ring.costs), Counted(ring.least)
     Counted.num_read = 0
     for place in range(1024):
@@ -44,7 +49,9 @@ def test_a_change_looks_at_few_costs():
 
 def rendezvous_of(blockers):
     """Return ranks without lists, each waiting for another."""
-    rendezvous = _Rendezvous(_Traffic(_Transfers([], [], [], [], []), [None] * len(blockers)), [])
+    rendezvous = _Rendezvous(
+        _TableTransfers(_Transfers([], [], [], [], []), [None] * len(blockers)), []
+    )
     rendezvous.blockers = blockers
     return rendezvous
 

@@ -9,9 +9,9 @@ from gpipe_hpc.schedule import (
     Costs,
     Link,
     Memory,
+    MemoryAllowance,
     Op,
     ScheduleError,
-    Within,
     add_recompute,
     build,
     check,
@@ -131,7 +131,7 @@ def with_r(schedule):
 def test_what_ranks_may_hold_is_that_of_the_table_as_it_runs(dressed, limits):
     """With recomputation a rank has room for many boundaries, and for one micro-batch in full."""
     placement = place("one_each", 3, 6)
-    within = Within(RECOMPUTED, limits, dressed)
+    within = MemoryAllowance(RECOMPUTED, limits, dressed)
     found = search(placement, ONE_EACH, within=within, trials=10)
     peaks = peak_memory(dressed(found.schedule), RECOMPUTED)
     assert all(peak <= most for peak, most in zip(peaks, limits, strict=True))
@@ -140,7 +140,7 @@ def test_what_ranks_may_hold_is_that_of_the_table_as_it_runs(dressed, limits):
 
 
 def test_where_nothing_fits_the_order_that_needs_least_is_found():
-    within = Within(RECOMPUTED, [5.0] * 3, lambda table: table)
+    within = MemoryAllowance(RECOMPUTED, [5.0] * 3, lambda table: table)
     found = search(place("one_each", 3, 6), ONE_EACH, within=within, trials=10).schedule
     assert peak_memory(found, RECOMPUTED) == (10.0, 10.0, 10.0)
     assert build("auto", ranks=3, microbatches=6, trials=10, within=lambda placement: within)

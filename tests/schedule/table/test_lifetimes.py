@@ -11,11 +11,11 @@ from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.offload import PinnedBufferPool
 from gpipe_hpc.schedule import Op, add_offload, add_recompute, build, from_text, lower
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action
-from gpipe_hpc.schedule.table.dependencies import Thing, makes, needs, provides, uses
+from gpipe_hpc.schedule.table.dependencies import ValueKind, makes, needs, provides, uses
 from gpipe_hpc.schedule.table.lifetimes import (
-    away,
     in_flight,
-    kept,
+    kept_lifetimes,
+    offloaded_lifetimes,
     peak_activations,
     peak_receives,
     received,
@@ -50,13 +50,13 @@ def spans(row, lives):
 )
 def test_what_stays(text, expected):
     row = row_of(text)
-    lives = [life for life in kept(row) if life.thing is not Thing.INPUT_SHARE]
+    lives = [life for life in kept_lifetimes(row) if life.thing is not ValueKind.INPUT_SHARE]
     assert spans(row, lives) == expected
 
 
 def test_the_share_of_the_input_gradient_ends_with_it():
     row = row_of("0F0,0F1,0I0,0B1,0W0")
-    shares = kept(row, {Thing.INPUT_SHARE})
+    shares = kept_lifetimes(row, {ValueKind.INPUT_SHARE})
     assert [(row[each.first].op, row[each.last].op) for each in shares] == [("F", "I"), ("F", "B")]
 
 
@@ -137,7 +137,7 @@ def test_every_op_says_what_it_needs_and_whatever_is_needed_is_made():
 
 def test_lives_of_one_place_follow_one_another():
     row = add_offload(build("gpipe", ranks=1, microbatches=5)).ranks[0]
-    copies = kept(row, {Thing.COPY})
+    copies = kept_lifetimes(row, {ValueKind.COPY})
     assert len(copies) == 3
     assert all(one.first < other.first for one, other in pairwise(copies))
 
@@ -205,5 +205,5 @@ def test_the_engine_has_no_more_at_once_than_is_counted(variant, recompute, prep
 )
 def test_memory_is_free_behind_the_compute_action_that_a_copy_runs_beside(text, expected, most):
     row = row_of(text)
-    assert spans(row, away(row)) == expected
+    assert spans(row, offloaded_lifetimes(row)) == expected
     assert peak_activations(row).size == most

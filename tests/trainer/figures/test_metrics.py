@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from gpipe_hpc import Metrics, Pipeline, add_loss, add_metric, run_on_threads
-from gpipe_hpc.comm.world.world import together
+from gpipe_hpc.comm.world.world import collective_errors
 from gpipe_hpc.errors import ConfigError, PeerError, RunFolderError
 from gpipe_hpc.trainer.figures import metrics as metrics_module
 from gpipe_hpc.trainer.figures.metrics import open_metrics
@@ -95,8 +95,8 @@ def test_other_ranks_are_told_of_a_full_disk(tmp_path):
 
     def body(world):
         if world.rank:
-            with pytest.raises(PeerError) as heard, together(world, "step 2"):
-                world.everybody.all_reduce(torch.zeros(1))
+            with pytest.raises(PeerError) as heard, collective_errors(world, "step 2"):
+                world.world_group.all_reduce(torch.zeros(1))
             return str(heard.value)
         with (
             pytest.raises(RunFolderError),

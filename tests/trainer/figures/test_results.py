@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpipe_hpc.comm.watchdog.report import Report
+from gpipe_hpc.comm.watchdog.report import FailureReport
 from gpipe_hpc.errors import PeerError
-from gpipe_hpc.trainer.figures.results import Line, Results
+from gpipe_hpc.trainer.figures.results import Results, StepLine
 
 
 class _World:
@@ -16,11 +16,11 @@ class _World:
     device = SimpleNamespace(is_accelerator=True)
     activity = None
 
-    def __init__(self, has_news):
-        self.has_news = has_news
+    def __init__(self, has_peer_failure):
+        self.has_peer_failure = has_peer_failure
 
     def explain(self, symptom):
-        return Report(f"{symptom}: rank 0 has failed")
+        return FailureReport(f"{symptom}: rank 0 has failed")
 
 
 def _line(step):
@@ -30,7 +30,7 @@ def _line(step):
         result=SimpleNamespace(loss=1.0),
         grad_norm=1.0,
     )
-    return Line(trained, timed=f"timed {step}", since=None, times=None, known={})
+    return StepLine(trained, timed=f"timed {step}", since=None, times=None, known={})
 
 
 def _results(world):
@@ -39,16 +39,16 @@ def _results(world):
 
 
 def test_a_step_whose_sums_a_failed_rank_may_have_cut_off_does_not_count():
-    world = _World(has_news=False)
+    world = _World(has_peer_failure=False)
     results = _results(world)
     assert results.add(_line(1)) is None
-    world.has_news = True  # while the device was at step 1
+    world.has_peer_failure = True  # while the device was at step 1
     with pytest.raises(PeerError, match="step 1: another rank has failed: rank 0 has failed"):
         results.settle()
 
 
 def test_a_step_counts_once_the_next_one_is_on_its_way():
-    results = _results(_World(has_news=False))
+    results = _results(_World(has_peer_failure=False))
     assert results.add(_line(1)) is None
     assert results.add(_line(2)) == "timed 1"
     assert results.settle() == "timed 2"
@@ -77,7 +77,7 @@ def test_a_step_takes_what_its_device_took_from_the_step_before(of):
         update=lambda step, scalars: None,
         note=lambda times, step_time_s, num_samples, loss: None,
     )
-    pipe = SimpleNamespace(world=_World(has_news=False))
+    pipe = SimpleNamespace(world=_World(has_peer_failure=False))
     results = Results(
         *(SimpleNamespace(pipe=pipe), told, told, told),
         **{"is_late": of is _Mark, "rates": lambda samples, seconds: {"rate": samples / seconds}},
@@ -92,7 +92,7 @@ def test_a_step_takes_what_its_device_took_from_the_step_before(of):
             grad_norm=1.0,
             lr=1.0,
         )
-        results.add(Line(trained, "timed", since, None, {}))
+        results.add(StepLine(trained, "timed", since, None, {}))
         since = None if step == 2 else trained.laps.left  # the second one is saved
     results.settle()
     assert [written[step]["step_time_s"] for step in (1, 2, 3)] == [1.0, 2.0, 0.5]

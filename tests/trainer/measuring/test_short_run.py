@@ -12,12 +12,12 @@ from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.trainer.measuring import short_run
-from gpipe_hpc.trainer.measuring.short_run import Reading, prices_of_short_run
+from gpipe_hpc.trainer.measuring.short_run import ReadingLayer, prices_of_short_run
 
 
 @pytest.mark.parametrize("num_read", [0, 1000])
 def test_a_layer_that_reads_does_what_a_linear_one_does(num_read):
-    layer, plain = Reading(4, num_read), nn.Linear(4, 4)
+    layer, plain = ReadingLayer(4, num_read), nn.Linear(4, 4)
     plain.load_state_dict(layer.state_dict())
     given = torch.randn(2, 4, requires_grad=True)
     alike = given.detach().clone().requires_grad_()
@@ -29,13 +29,13 @@ def test_a_layer_that_reads_does_what_a_linear_one_does(num_read):
 
 
 def test_what_is_read_is_nothing_that_ranks_sum_send_or_save():
-    layer = Reading(4, 1000)
+    layer = ReadingLayer(4, 1000)
     assert sum(each.numel() for each in layer.state_dict().values()) == 20
 
 
 def test_forward_and_backward_read(monkeypatch):
     summed = []
-    layer = Reading(4, 1000)
+    layer = ReadingLayer(4, 1000)
     whole = torch.Tensor.sum
 
     def sum_of(self, *args, **keywords):

@@ -11,7 +11,7 @@ from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.trainer.run.folder import OWNER, Checkpoints
 from gpipe_hpc.trainer.run.identity import run_id, write_run
-from gpipe_hpc.trainer.run.resuming import newest_whole
+from gpipe_hpc.trainer.run.resuming import newest_intact
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def start(folder, resume="auto", is_restart=False, num_ranks=2):
     def body(world):
         checkpoints = Checkpoints(folder, 1)
         try:
-            found = newest_whole(checkpoints, resume, is_restart, world.everybody, world.rank)
+            found = newest_intact(checkpoints, resume, is_restart, world.world_group, world.rank)
         except CheckpointError as error:
             return str(error)
         return found and found.facts["steps_done"]

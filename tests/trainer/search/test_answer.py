@@ -7,18 +7,18 @@ from itertools import pairwise
 import pytest
 
 from gpipe_hpc import plan
-from gpipe_hpc.config import Job, check_config, compose_config
-from gpipe_hpc.device.cores.to_come import Share
+from gpipe_hpc.config import CommandJob, check_config, compose_config
+from gpipe_hpc.device.cores.planned_ranks import CpuShare
 from gpipe_hpc.device.host.machine import processor_name
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planner.costs.prices import Measured, Pass, Prices, write_prices
+from gpipe_hpc.planner.costs.prices import PassCost, Prices, PricesContext, write_prices
 from gpipe_hpc.planner.costs.rates import Rates
-from gpipe_hpc.planner.search.trial import Choices, try_out
+from gpipe_hpc.planner.search.trial import CombiningChoices, try_out
 from gpipe_hpc.schedule import Link
-from gpipe_hpc.trainer.measuring import as_a_rank
+from gpipe_hpc.trainer.measuring import rank_emulation
 from gpipe_hpc.trainer.search.answer import compared
-from gpipe_hpc.trainer.search.from_settings import Came, Searching, fixed_by
+from gpipe_hpc.trainer.search.from_settings import LayoutSearch, StartedRanks, fixed_by
 from gpipe_hpc.units import bytes_text
 
 MLP = ["model=mlp", "data=synthetic_vectors", "plan.flops_per_s=1e10", "plan.search=true"]
@@ -36,8 +36,8 @@ def answer(*words):
 
 
 PRICES = Prices(
-    1e-4, Link(2e-5, 3e9), Link(4e-5, 1e9), Pass(0.5, 0.0, 0.0), Pass(0.25, 0.0, 0.0), 5e-4,
-    Measured("cpu", processor_name(), 64, "float32", "adamw"),
+    1e-4, Link(2e-5, 3e9), Link(4e-5, 1e9), PassCost(0.5, 0.0, 0.0), PassCost(0.25, 0.0, 0.0), 5e-4,
+    PricesContext("cpu", processor_name(), 64, "float32", "adamw"),
 )  # fmt: skip
 
 
@@ -134,8 +134,8 @@ def test_precisions_are_compared_where_that_is_asked_for():
 
 def test_layers_that_are_measured_have_no_rate_that_was_never_asked_for(monkeypatch):
     """It said `1 FLOP/s a rank`, of layers that were measured."""
-    monkeypatch.setattr(as_a_rank, "companions", lambda *_: nullcontext())
-    monkeypatch.setattr(as_a_rank, "share_to_come", lambda *_, **__: Share(1, 1))
+    monkeypatch.setattr(rank_emulation, "load_generators", lambda *_: nullcontext())
+    monkeypatch.setattr(rank_emulation, "planned_share", lambda *_, **__: CpuShare(1, 1))
     words = ["plan.ranks=2", "plan.costs=measured", "plan.flops_per_s=null"]
     fixed = ["pipeline.stages=2", "pipeline.microbatches=2", "pipeline.schedule=gpipe"]
     found = answer(*words, *fixed).text
@@ -154,12 +154,12 @@ def test_prices_of_one_precision_give_their_links_and_actions_to_all(tmp_path):
     assert "was measured in float32; as precisions are compared" in found.text
     assert "3.00 GB/s and 20 us within a host" in found.text
     config = compose_config([*MLP, *words, "plan.precisions={float32: 1e10, bf16: 2e10}"])
-    for each in Searching.in_each_precision(config, ()):
-        prices = each.ground.machine.prices
+    for each in LayoutSearch.in_each_precision(config, ()):
+        prices = each.cache.machine.prices
         assert (prices.send, prices.summing) == (PRICES.send, PRICES.summing)
-        assert (prices.action_s, prices.update, prices.norm) == (1e-4, Pass(), Pass())
+        assert (prices.action_s, prices.update, prices.norm) == (1e-4, PassCost(), PassCost())
     alone = answer(*words, "plan.precisions={float32: 1e10}")
-    assert "as precisions are compared" not in alone.text and alone.chosen.beside_s > 0.75
+    assert "as precisions are compared" not in alone.text and alone.chosen.overhead_s > 0.75
 
 
 def test_what_is_not_offloaded_for_want_of_a_rate_is_said():
@@ -175,9 +175,9 @@ def test_a_search_in_which_nothing_fits_ends_with_code_3(capsys):
     """As a plan of one layout does; scripts tell by it that the answer is no layout."""
     words = ("plan.ranks=1", "pipeline.memory_bytes=0.5MB")
     config = compose_config([*MLP, *words])
-    assert plan._task(Job(config, None, words, {})) == 3
+    assert plan._task(CommandJob(config, None, words, {})) == 3
     assert "no layout fits" in capsys.readouterr().out
-    assert plan._task(Job(compose_config([*MLP, "plan.ranks=1"]), None, (), {})) == 0
+    assert plan._task(CommandJob(compose_config([*MLP, "plan.ranks=1"]), None, (), {})) == 0
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_precisions_that_cannot_be_compared_are_refused(words, said):
 
 def test_ranks_that_know_how_fast_they_copy_to_their_host_may_offload():
     config = compose_config([*MLP, "pipeline.memory_bytes=1MB"])
-    knows, not_known = (Came(Rates.alike(1e10), (2,), (), rate) for rate in (1e9, None))
-    assert Searching.of(config, (), knows).space(2).offloads == (False, True)
-    assert Searching.of(config, (), not_known).space(2).offloads == (False,)
+    knows, not_known = (StartedRanks(Rates.alike(1e10), (2,), (), rate) for rate in (1e9, None))
+    assert LayoutSearch.of(config, (), knows).space(2).offloads == (False, True)
+    assert LayoutSearch.of(config, (), not_known).space(2).offloads == (False,)
 
 
 def test_a_model_that_fits_nowhere_says_what_lacks_and_how_many_ranks_would_do():
@@ -324,11 +324,13 @@ def test_layouts_with_offload_count_casts_that_are_their_own():
     given += ["pipeline.schedule=gpipe", "pipeline.recompute=never", "plan.layer_s=0"]
     for offload in ("true", "false"):
         words = (*MLP, *given, "pipeline.memory_bytes=1GB")
-        searching = Searching.of(compose_config(words), words)
-        space, ground = searching.space(2), searching.on(2)
+        searching = LayoutSearch.of(compose_config(words), words)
+        space, cache = searching.space(2), searching.on(2)
         own = [each for each in space if str(each.offload).lower() == offload]
         (candidate,) = (each for each in own if each.microbatches == 8 and each.stages == 2)
-        trial = try_out(candidate, ground, space.base, Choices.of(space.base, space.fixed, 1))
+        trial = try_out(
+            candidate, cache, space.base, CombiningChoices.of(space.base, space.fixed, 1)
+        )
         planned = make_plan(
             compose_config([*words, "plan.search=false", f"pipeline.offload={offload}"])
         )

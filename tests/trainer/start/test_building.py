@@ -14,7 +14,7 @@ from gpipe_hpc.device.host.machine import processor_name
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planner import OptimizerMemory
-from gpipe_hpc.planner.costs.prices import Measured, Prices, write_prices
+from gpipe_hpc.planner.costs.prices import Prices, PricesContext, write_prices
 from gpipe_hpc.settings import Outer
 from gpipe_hpc.trainer.start import building
 from tests.support import run_on_threads
@@ -68,7 +68,7 @@ def keywords():
 def test_a_run_counts_what_a_process_takes_as_its_plan_does(tmp_path):
     """A plan recomputed a layer for what the process takes, and the run of it none."""
     prices = tmp_path / "prices.yaml"
-    own = Measured("cpu", processor_name(), 2, "float32", "adamw")
+    own = PricesContext("cpu", processor_name(), 2, "float32", "adamw")
     write_prices(prices, Prices(measured=own, process_bytes=300_000))
     words = (
         *("model=mlp", "model.widths=[64,64,64,64,64,64,64]", "data=synthetic_vectors"),

@@ -6,9 +6,9 @@ import pytest
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.checkpoint import read_facts
-from gpipe_hpc.checkpoint.in_memory import Found
+from gpipe_hpc.checkpoint.in_memory import CopySet
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.trainer.run.identity import Run, run_id
+from gpipe_hpc.trainer.run.identity import RunIdentity, run_id
 from gpipe_hpc.trainer.start import open_session
 from tests.support import train_here
 
@@ -30,7 +30,7 @@ class Misfits:
 
     def __init__(self, facts):
         about = {"extra": facts["extra"], "partition": facts["partition"]}
-        self._found = Found(4, about, 0, {})
+        self._found = CopySet(4, about, 0, {})
 
     def find(self):
         return self._found
@@ -57,7 +57,7 @@ def opened(run):
 
     def body(world):
         copies = Misfits(facts)
-        session = open_session(config, world, Run(run, run_id(run), False), None, copies)
+        session = open_session(config, world, RunIdentity(run, run_id(run), False), None, copies)
         session.close()
         return session.pipe.steps_done, session.position
 

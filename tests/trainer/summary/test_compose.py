@@ -9,7 +9,7 @@ import pytest
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.trainer.summary import compose
-from gpipe_hpc.trainer.summary.compose import Ended, Traced, write_summary
+from gpipe_hpc.trainer.summary.compose import MedianTrace, RunOutcome, write_summary
 
 
 def test_what_is_no_number_becomes_null(tmp_path):
@@ -45,5 +45,7 @@ def test_a_run_that_was_stopped_spends_little_time_on_advice():
         pipe=SimpleNamespace(layout=SimpleNamespace(portions=MicrobatchSplit())),
     )
     for outcome in ("done", "stopped"):
-        assert compose._advice(session, Traced(1, 1.0, [None], "file"), Ended(outcome)) == []
+        assert (
+            compose._advice(session, MedianTrace(1, 1.0, [None], "file"), RunOutcome(outcome)) == []
+        )
     assert given["stopped"] <= given["done"] / 10

@@ -2,17 +2,17 @@
 
 import pytest
 
-from gpipe_hpc.trainer.one_step import Spent
-from gpipe_hpc.trainer.summary.ledger import Ledger, Times
+from gpipe_hpc.trainer.one_step import StepPartTimes
+from gpipe_hpc.trainer.summary.ledger import RunStatistics, StepTimings
 
 
 def note(ledger, step_time_s, pipeline_s, bubble=0.1, loss=1.0):
-    spent = Spent(0.0, 0.0, 0.25 * step_time_s, 0.0, 1.0)
-    ledger.note(Times(pipeline_s, bubble, spent), step_time_s, 6, loss)
+    spent = StepPartTimes(0.0, 0.0, 0.25 * step_time_s, 0.0, 1.0)
+    ledger.note(StepTimings(pipeline_s, bubble, spent), step_time_s, 6, loss)
 
 
 def test_the_first_step_counts_in_no_rate_unless_it_is_the_only_one():
-    ledger = Ledger(first_step=7)
+    ledger = RunStatistics(first_step=7)
     assert ledger.samples_per_s is None and ledger.medians()["step_time_s"] is None
     note(ledger, 60.0, 50.0, loss=3.0)
     assert ledger.samples_per_s == 0.1
@@ -28,14 +28,14 @@ def test_the_first_step_counts_in_no_rate_unless_it_is_the_only_one():
 
 def test_a_step_whose_times_are_not_known_yet_counts_in_no_median():
     """A GPU's times come with the step behind."""
-    ledger = Ledger(first_step=0)
+    ledger = RunStatistics(first_step=0)
     for _ in range(2):
         ledger.note(None, 2.0, 6, 1.0)
     assert ledger.samples_per_s == 3.0 and ledger.medians()["pipeline_s"] is None
 
 
 def test_stalls_add_up_by_name():
-    ledger = Ledger(first_step=0)
+    ledger = RunStatistics(first_step=0)
     for name, seconds in (("checkpoint_stall_s", 1.0), ("neighbour_stall_s", 4.0)) * 2:
         ledger.stall(name, seconds)
     assert ledger.stalls_s == {"checkpoint_stall_s": 2.0, "neighbour_stall_s": 8.0}

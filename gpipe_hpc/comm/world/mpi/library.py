@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.world.mpi.progress import Message, Progress
+from gpipe_hpc.comm.world.mpi.progress import MpiMessage, MpiProgress
 from gpipe_hpc.errors import LaunchError
 from gpipe_hpc.setting_names import setting
 
@@ -80,14 +80,14 @@ class Tags:
         return ((group + 1 << _KIND_BITS | kind) << self._queue_bits) | queue
 
 
-class Neighbours(NamedTuple):
+class HostRanks(NamedTuple):
     """Index of this rank on its machine and number of ranks there."""
 
     local_rank: int
     local_size: int
 
 
-class Library:
+class MpiLibrary:
     """The MPI library of this process and its messages in progress."""
 
     def __init__(self, module: Any, *, ends_itself: bool) -> None:
@@ -97,7 +97,7 @@ class Library:
         self._comm.Set_errhandler(module.ERRORS_RETURN)
         self.rank, self.size = self._comm.rank, self._comm.size
         self.tags = Tags(self._comm.Get_attr(module.TAG_UB) or 32767)
-        self.progress = Progress(self._done, self._has_left)
+        self.progress = MpiProgress(self._done, self._has_left)
         self.num_groups = 0
         # Ranks with which messages were exchanged, and those that have announced their end.
         self._peers: set[int] = set()
@@ -109,18 +109,18 @@ class Library:
         """Return name and version of the library in one line."""
         return " ".join(self._mpi.Get_library_version().split())[:80]
 
-    def neighbours(self) -> Neighbours:
+    def neighbours(self) -> HostRanks:
         """Return this rank's index on its machine and the number of ranks there (collective)."""
         here = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
-        found = Neighbours(here.rank, here.size)
+        found = HostRanks(here.rank, here.size)
         here.Free()
         return found
 
-    def told_by_first(self, value: Any) -> Any:
+    def broadcast_from_first(self, value: Any) -> Any:
         """Broadcast a Python object from rank 0; blocks, so call it before any other message."""
         return self._comm.bcast(value, root=0)
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> MpiMessage:
         """Start sending a contiguous tensor."""
 
         def begin(part: torch.Tensor) -> "MPI.Request":
@@ -129,7 +129,7 @@ class Library:
         self._peers.add(rank)
         return self.progress.start(rank, _parts(tensor), begin, is_receive=False)
 
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> MpiMessage:
         """Start receiving into a contiguous tensor."""
 
         def begin(part: torch.Tensor) -> "MPI.Request":
@@ -214,7 +214,7 @@ def _leave_at_once() -> None:
     os._exit(1)
 
 
-def open_mpi() -> Library:
+def open_mpi() -> MpiLibrary:
     """Initialize MPI, or use it if already initialized; LaunchError if neither is possible."""
     try:
         import mpi4py
@@ -249,7 +249,7 @@ def open_mpi() -> Library:
             f"{' '.join(MPI.Get_library_version().split())[:80]}; do not import mpi4py.MPI with "
             f"mpi4py.rc.threads=False before, or use an MPI library built with thread support"
         )
-    return Library(MPI, ends_itself=known)
+    return MpiLibrary(MPI, ends_itself=known)
 
 
 def takes_device_pointers(library: object, environ: Mapping[str, str] | None = None) -> bool:

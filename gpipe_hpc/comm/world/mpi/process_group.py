@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpipe_hpc.comm.collectives.carrier import flattened, give_back
-from gpipe_hpc.comm.collectives.carrying import Combine, carry_out, plus
+from gpipe_hpc.comm.collectives.collective_queue import CollectiveQueue
 from gpipe_hpc.comm.collectives.halving import (
     butterfly_all_reduce,
     halving_reduce_scatter,
     rabenseifner_all_reduce,
 )
-from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.collectives.plan import Plan, PlanPosition
+from gpipe_hpc.comm.collectives.plan_executor import copy_back, flattened
+from gpipe_hpc.comm.collectives.run_plan import Combine, plus, run_plan
 from gpipe_hpc.comm.collectives.tree import binomial_broadcast, scatter_ring_broadcast
-from gpipe_hpc.comm.collectives.turns import Turns
-from gpipe_hpc.comm.watchdog.noting import Note
-from gpipe_hpc.comm.world.mpi.library import Library
-from gpipe_hpc.comm.world.mpi.progress import Message
-from gpipe_hpc.comm.world.mpi.staging import BLOCK_BYTES, Job, Stage, Stager
-from gpipe_hpc.comm.world.mpi.works import MessageWork, TurnWork
+from gpipe_hpc.comm.watchdog.wait_listener import WaitListener
+from gpipe_hpc.comm.world.mpi.library import MpiLibrary
+from gpipe_hpc.comm.world.mpi.progress import MpiMessage
+from gpipe_hpc.comm.world.mpi.staging import BLOCK_BYTES, HostStaging, Job, StagingState
+from gpipe_hpc.comm.world.mpi.works import MessageWork, QueuedWork
 from gpipe_hpc.device.device import Accelerator, Device, HostDevice, on_host
 
 NAME: Final = "mpi4py"
@@ -43,7 +43,7 @@ Parts = Sequence[tuple[int, torch.Tensor]]
 Tensors = list[torch.Tensor]
 
 
-def register(library: Library, device: Device) -> None:
+def register(library: MpiLibrary, device: Device) -> None:
     """Register the backend with torch; its groups use `library`."""
 
     def create(options: Any, _: object) -> "MpiGroup":
@@ -61,7 +61,7 @@ class MpiGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, library: Library, options: Any, device: Device, block_bytes: int = BLOCK_BYTES
+        self, library: MpiLibrary, options: Any, device: Device, block_bytes: int = BLOCK_BYTES
     ) -> None:
         rank, size = options.group_rank, options.group_size
         # torch's type stubs do not declare this constructor, the only one usable from Python.
@@ -71,15 +71,15 @@ class MpiGroup(dist.ProcessGroup):
         self._limit_s = options.timeout.total_seconds()
         # torch passes no ranks for the default group.
         self._ranks = tuple(options.global_ranks_in_group or range(size))
-        self._place = Place(size, rank)
+        self._place = PlanPosition(size, rank)
         self._number = _agreed_number(library, options.store, self._place)
         self._own_tag = library.tags.own(self._number)
         self._set_group_name(options.group_id)
         self._set_group_desc("undefined")
-        self._turns = Turns(f"mpi of {size} ranks")
+        self._turns = CollectiveQueue(f"mpi of {size} ranks")
         # Queues of device messages by direction, peer and tag; each keeps its order.
-        self._lines: dict[tuple[str, int, int], Turns] = {}
-        self._stager = Stager(device if device.is_accelerator else HostDevice(), block_bytes)
+        self._lines: dict[tuple[str, int, int], CollectiveQueue] = {}
+        self._stager = HostStaging(device if device.is_accelerator else HostDevice(), block_bytes)
 
     def abort(self) -> None:
         """End all waits of this process in MPI."""
@@ -101,27 +101,31 @@ class MpiGroup(dist.ProcessGroup):
         begin = partial(start, rank=self._ranks[peer], tag=self._library.tags.of(self._number, tag))
         if not self._is_apart(tensor):
             return MessageWork(begin(tensor), tensor, self._limit_s)
-        line = self._lines.setdefault((way, peer, tag), Turns(f"mpi {way} {self._ranks[peer]}"))
+        line = self._lines.setdefault(
+            (way, peer, tag), CollectiveQueue(f"mpi {way} {self._ranks[peer]}")
+        )
         stager = self._stager_of(tensor)
         stage = stager.begin()
         job = partial(self._carry_block, begin)
         turn = line.start(
             self._over_device(stager, tensor, stage, job, way == "send", way != "send")
         )
-        return TurnWork(turn, tensors, stager.device, stage)
+        return QueuedWork(turn, tensors, stager.device, stage)
 
-    def _carry_block(self, begin: Callable[[torch.Tensor], Message], block: torch.Tensor) -> None:
+    def _carry_block(
+        self, begin: Callable[[torch.Tensor], MpiMessage], block: torch.Tensor
+    ) -> None:
         begin(block).wait(self._limit_s)
 
     def _over_device(
         self,
-        stager: Stager,
+        stager: HostStaging,
         tensor: torch.Tensor,
-        stage: Stage,
+        stage: StagingState,
         job: Job,
         reads: bool,
         writes: bool,
-    ) -> Callable[[Note], None]:
+    ) -> Callable[[WaitListener], None]:
         """Return a job for a device tensor: direct if MPI supports it, else by blocks on a host."""
         if self._library.takes_device_pointers:
             return lambda note: stager.directly(tensor, stage, job)
@@ -183,7 +187,7 @@ class MpiGroup(dist.ProcessGroup):
             counts = tuple(each.numel() for each in read)
             flat = torch.cat([each.reshape(-1) for each in read])
             plan = halving_reduce_scatter(self._place, counts)
-            carry_out(plan, flat, self.rank(), self._exchange, combine)
+            run_plan(plan, flat, self.rank(), self._exchange, combine)
             shard = torch.split(flat, list(counts))[self.rank()]
             finish(shard)
             written[0].copy_(shard.view_as(written[0]))
@@ -195,7 +199,7 @@ class MpiGroup(dist.ProcessGroup):
     ) -> None:
         """Reduce flat host elements in place."""
         plan = _all_reduce_plan(self._place, flat.numel(), flat.element_size())
-        carry_out(plan, flat, self.rank(), self._exchange, combine)
+        run_plan(plan, flat, self.rank(), self._exchange, combine)
         finish(flat)
 
     def _sum_sparse(self, tensor: torch.Tensor) -> None:
@@ -229,7 +233,7 @@ class MpiGroup(dist.ProcessGroup):
         def job(flat: torch.Tensor) -> None:
             flat = flat.view(torch.uint8)
             plan = _broadcast_plan(self._place, root, flat.numel())
-            carry_out(plan, flat, self.rank(), self._exchange)
+            run_plan(plan, flat, self.rank(), self._exchange)
 
         return self._in_place(tensor, job, reads=root == self.rank())
 
@@ -317,7 +321,7 @@ class MpiGroup(dist.ProcessGroup):
     # Execution: in order, on the background thread or by a thread that waits.
 
     def _start(self, job: Callable[[], None], tensors: Tensors) -> dist.Work:
-        return TurnWork(self._turns.start(lambda note: job()), tensors)
+        return QueuedWork(self._turns.start(lambda note: job()), tensors)
 
     def _in_place(
         self, tensor: torch.Tensor, job: Callable[[torch.Tensor], None], *, reads: bool
@@ -334,17 +338,17 @@ class MpiGroup(dist.ProcessGroup):
         if not self._is_apart(tensor):
             flat = flattened(tensor)
 
-            def run(note: Note) -> None:
+            def run(note: WaitListener) -> None:
                 job(flat)
-                give_back(flat, tensor)
+                copy_back(flat, tensor)
 
-            return TurnWork(self._turns.start(run), [tensor])
+            return QueuedWork(self._turns.start(run), [tensor])
         stager = self._stager_of(tensor)
         stage = stager.begin()
         turn = self._turns.start(
             self._over_device(stager, tensor.detach(), stage, job, reads, True)
         )
-        return TurnWork(turn, [tensor], stager.device, stage)
+        return QueuedWork(turn, [tensor], stager.device, stage)
 
     def _by_host(
         self,
@@ -363,11 +367,11 @@ class MpiGroup(dist.ProcessGroup):
         stager = self._stager_of(apart[0]) if apart else self._stager
         stage = stager.begin() if apart else None
 
-        def job(note: Note) -> None:
+        def job(note: WaitListener) -> None:
             if stage is not None:
                 stager.device.use()
                 stage.behind.synchronize()
-            read = [stager.device.fetch(tensor.detach()).contiguous() for tensor in reads]
+            read = [stager.device.to_host(tensor.detach()).contiguous() for tensor in reads]
             if copies:
                 read = [tensor.clone() for tensor in read]
             direct = [not self._is_apart(t) and t.is_contiguous() for t in writes]
@@ -383,20 +387,20 @@ class MpiGroup(dist.ProcessGroup):
                 stage.done = stager.device.current_stream().record_event()
 
         device = None if stage is None else stager.device
-        return TurnWork(self._turns.start(job), writes, device, stage)
+        return QueuedWork(self._turns.start(job), writes, device, stage)
 
     def _is_apart(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in device memory, which MPI cannot access directly."""
         device = self._stager.device
         return not on_host(tensor) or (device.is_accelerator and device.holds(tensor))
 
-    def _stager_of(self, tensor: torch.Tensor) -> Stager:
+    def _stager_of(self, tensor: torch.Tensor) -> HostStaging:
         if self._stager.device.holds(tensor):
             return self._stager
-        return Stager(Accelerator(tensor.device))
+        return HostStaging(Accelerator(tensor.device))
 
 
-def _agreed_number(library: Library, store: Store, place: Place) -> int:
+def _agreed_number(library: MpiLibrary, store: Store, place: PlanPosition) -> int:
     """Return the number of a new group, unused by all of its members.
 
     Each member publishes its lowest unused number; the highest of them is chosen.
@@ -412,14 +416,14 @@ def _agreed_number(library: Library, store: Store, place: Place) -> int:
 
 
 @lru_cache(maxsize=64)
-def _all_reduce_plan(place: Place, count: int, element_bytes: int) -> Plan:
+def _all_reduce_plan(place: PlanPosition, count: int, element_bytes: int) -> Plan:
     if count * element_bytes <= SHORT_BYTES:
         return butterfly_all_reduce(place, count)
     return rabenseifner_all_reduce(place, count)
 
 
 @lru_cache(maxsize=64)
-def _broadcast_plan(place: Place, root: int, num_bytes: int) -> Plan:
+def _broadcast_plan(place: PlanPosition, root: int, num_bytes: int) -> Plan:
     if num_bytes <= SHORT_BYTES or place.size == 2:
         return binomial_broadcast(place, root, num_bytes)
     return scatter_ring_broadcast(place, root, num_bytes)

@@ -33,7 +33,7 @@ _LOOK_AT_CLOCK: Final = 64
 _LOOK_FOR_S: Final = 0.5
 
 
-class Asked(Protocol):
+class RequestTest(Protocol):
     """Interface of the function that tests which of several requests are complete."""
 
     def __call__(self, requests: "list[MPI.Request]") -> Sequence[tuple[int, int]]:
@@ -43,12 +43,12 @@ class Asked(Protocol):
         """
 
 
-class Message:
+class MpiMessage:
     """A send or receive in progress, possibly in several parts."""
 
     __slots__ = ("_calls", "_num_left", "_progress", "failure", "is_done", "rank")
 
-    def __init__(self, progress: "Progress", rank: int, num_parts: int) -> None:
+    def __init__(self, progress: "MpiProgress", rank: int, num_parts: int) -> None:
         self._progress = progress
         self.rank = rank
         self.is_done, self.failure = False, ""
@@ -89,32 +89,32 @@ class Message:
         return calls
 
 
-class _Piece(NamedTuple):
+class _RequestData(NamedTuple):
     """A request in progress and its tensor, kept alive until MPI no longer uses the memory."""
 
-    message: Message
+    message: MpiMessage
     tensor: torch.Tensor
     expected_bytes: int | None  # of a receive
 
 
-class _State:
+class _ProgressState:
     """State shared with the background thread.
 
-    It does not reference `Progress`, whose garbage collection ends the thread.
+    It does not reference `MpiProgress`, whose garbage collection ends the thread.
     """
 
-    def __init__(self, ask: Asked, has_left: Callable[[int], bool]) -> None:
+    def __init__(self, ask: RequestTest, has_left: Callable[[int], bool]) -> None:
         self.ask, self.has_left = ask, has_left
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.requests: list[MPI.Request] = []
-        self.pieces: list[_Piece] = []
+        self.pieces: list[_RequestData] = []
         self.num_waiting = 0
         self.is_over = False
         self.broken = ""
 
 
-class Progress:
+class MpiProgress:
     """The MPI messages of one process.
 
     Args:
@@ -122,8 +122,8 @@ class Progress:
         has_left: returns whether a rank has announced that it ends.
     """
 
-    def __init__(self, ask: Asked, has_left: Callable[[int], bool]) -> None:
-        self._state = _State(ask, has_left)
+    def __init__(self, ask: RequestTest, has_left: Callable[[int], bool]) -> None:
+        self._state = _ProgressState(ask, has_left)
         self.lock = self._state.lock
         self._thread: threading.Thread | None = None
 
@@ -139,19 +139,21 @@ class Progress:
         begin: "Callable[[torch.Tensor], MPI.Request]",
         *,
         is_receive: bool,
-    ) -> Message:
+    ) -> MpiMessage:
         """Start the parts of a message to or from `rank`, in order.
 
         A received part must have the expected number of bytes; otherwise the message fails.
         """
         state = self._state
-        message = Message(self, rank, len(parts))
+        message = MpiMessage(self, rank, len(parts))
         with state.changed:
             if state.broken:
                 raise RuntimeError(state.broken)
             for part in parts:
                 state.requests.append(begin(part))
-                state.pieces.append(_Piece(message, part, part.nbytes if is_receive else None))
+                state.pieces.append(
+                    _RequestData(message, part, part.nbytes if is_receive else None)
+                )
             if self._thread is None:
                 self._begin_thread()
             state.changed.notify_all()
@@ -167,7 +169,7 @@ class Progress:
         """Test all messages in progress; return whether any was completed."""
         return _test(self._state)
 
-    def wait(self, message: Message, limit_s: float) -> None:
+    def wait(self, message: MpiMessage, limit_s: float) -> None:
         """Block until a message is complete; RuntimeError after `limit_s` seconds."""
         state, pause_s, num_tests = self._state, _FIRST_PAUSE_S, 0
         end_s = time.monotonic() + limit_s
@@ -197,7 +199,7 @@ class Progress:
             with state.lock:
                 state.num_waiting -= 1
 
-    def _is_late(self, message: Message, is_late: bool) -> bool:
+    def _is_late(self, message: MpiMessage, is_late: bool) -> bool:
         """Return whether the peer has announced its end; RuntimeError if it had at the last check.
 
         Data that the peer sent earlier may arrive after the announcement, hence the second check.
@@ -218,7 +220,7 @@ class Progress:
             call()
 
 
-def _test(state: _State) -> bool:
+def _test(state: _ProgressState) -> bool:
     """Test all messages, unless another thread does; return whether any has completed."""
     if not state.lock.acquire(blocking=False):
         return False
@@ -242,7 +244,7 @@ def _test(state: _State) -> bool:
     return True
 
 
-def _finish(state: _State, done: Sequence[tuple[int, int]]) -> list[Callable[[], None]]:
+def _finish(state: _ProgressState, done: Sequence[tuple[int, int]]) -> list[Callable[[], None]]:
     """Remove completed requests from the state; return the callbacks to run."""
     calls: list[Callable[[], None]] = []
     for position, came_bytes in done:
@@ -259,7 +261,7 @@ def _finish(state: _State, done: Sequence[tuple[int, int]]) -> list[Callable[[],
     return calls
 
 
-def _fail(state: _State, why: str) -> list[Callable[[], None]]:
+def _fail(state: _ProgressState, why: str) -> list[Callable[[], None]]:
     """Mark all messages as failed; their tensors stay alive, because MPI still uses the memory."""
     calls: list[Callable[[], None]] = []
     for piece in state.pieces:
@@ -268,7 +270,7 @@ def _fail(state: _State, why: str) -> list[Callable[[], None]]:
     return calls
 
 
-def _look(state: _State) -> None:
+def _look(state: _ProgressState) -> None:
     """Test messages from the background thread whenever no other thread waits for one."""
     pause_s = _FIRST_LOOK_S
     while True:
@@ -283,7 +285,7 @@ def _look(state: _State) -> None:
         time.sleep(pause_s)
 
 
-def _end(state: _State) -> None:
+def _end(state: _ProgressState) -> None:
     with state.changed:
         state.is_over = True
         state.changed.notify_all()

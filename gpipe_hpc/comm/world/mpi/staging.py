@@ -21,7 +21,7 @@ Job = Callable[[torch.Tensor], None]
 """Processes a block in host memory; returns when the block may be overwritten."""
 
 
-class Stage:
+class StagingState:
     """State of a tensor's transfer through the host.
 
     `behind` is the event at the end of the device work that precedes the transfer. `done` is the
@@ -34,19 +34,19 @@ class Stage:
         self.done: Event | None = None
 
 
-class Stager:
+class HostStaging:
     """Transfers tensors of one device through the host."""
 
     def __init__(self, device: Device, block_bytes: int = BLOCK_BYTES) -> None:
         self.device, self._block_bytes = device, block_bytes
         self._pool = PinnedPool(device)
 
-    def begin(self) -> Stage:
+    def begin(self) -> StagingState:
         """Return the state of a transfer that waits for work now queued on the current stream."""
-        return Stage(self.device.current_stream().record_event())
+        return StagingState(self.device.current_stream().record_event())
 
     def through(
-        self, tensor: torch.Tensor, stage: Stage, job: Job, *, reads: bool, writes: bool
+        self, tensor: torch.Tensor, stage: StagingState, job: Job, *, reads: bool, writes: bool
     ) -> None:
         """Run `job` on each block of a contiguous tensor, in order; on any thread.
 
@@ -62,7 +62,7 @@ class Stager:
         blocks = torch.split(flat, max(1, self._block_bytes // flat.element_size()))
         longest = blocks[0].numel() * flat.element_size()
         buffers = [self._pool.take(longest) for _ in blocks[:_NUM_BUFFERS]]
-        way = _Transfer(self.device, self._leaving, self._arriving, blocks, buffers)
+        way = _StagedTransfer(self.device, self._leaving, self._arriving, blocks, buffers)
         try:
             if reads:
                 self._leaving.wait_event(stage.behind)
@@ -74,13 +74,13 @@ class Stager:
                     way.fetch(number + 1)
                 job(way.host(number, reads=reads))
                 if writes:
-                    stage.done = way.bring(number)
+                    stage.done = way.to_device(number)
         finally:
             way.give_back(self._pool)
             if reads:
-                self.device.lend(tensor, self._leaving)
+                self.device.keep_for_stream(tensor, self._leaving)
 
-    def directly(self, tensor: torch.Tensor, stage: Stage, job: Job) -> None:
+    def directly(self, tensor: torch.Tensor, stage: StagingState, job: Job) -> None:
         """Run `job` on the tensor in device memory, on a side stream; on any thread.
 
         MPI does not support streams, so the host waits until the tensor may be used.
@@ -102,7 +102,7 @@ class Stager:
         return self.device.stream()
 
 
-class _Transfer:
+class _StagedTransfer:
     """A tensor in transfer, block by block; each block uses one of two alternating buffers."""
 
     def __init__(
@@ -125,7 +125,7 @@ class _Transfer:
         if before is not None:
             self._leaving.wait_event(before)
         with self._device.on(self._leaving):
-            self._device.fetch_into(self._memory(number), self._blocks[number])
+            self._device.copy_to_host(self._memory(number), self._blocks[number])
             self._fetched[at] = self._leaving.record_event()
 
     def host(self, number: int, *, reads: bool) -> torch.Tensor:
@@ -136,10 +136,10 @@ class _Transfer:
             awaited.synchronize()
         return self._memory(number)
 
-    def bring(self, number: int) -> Event:
+    def to_device(self, number: int) -> Event:
         """Start copying a block to the device; return the event that marks the end of the copy."""
         with self._device.on(self._arriving):
-            self._device.bring_into(self._blocks[number], self._memory(number))
+            self._device.copy_to_device(self._blocks[number], self._memory(number))
             brought = self._arriving.record_event()
         self._brought[number % len(self._buffers)] = brought
         return brought

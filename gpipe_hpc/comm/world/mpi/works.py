@@ -7,17 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm.collectives.turns import Turn
-from gpipe_hpc.comm.watchdog.noting import unheard
-from gpipe_hpc.comm.world.mpi.progress import Message
-from gpipe_hpc.comm.world.mpi.staging import Stage
+from gpipe_hpc.comm.collectives.collective_queue import QueuedCollective
+from gpipe_hpc.comm.watchdog.wait_listener import ignore_wait
+from gpipe_hpc.comm.world.mpi.progress import MpiMessage
+from gpipe_hpc.comm.world.mpi.staging import StagingState
 from gpipe_hpc.device.device import Device
 
 
 class MessageWork(dist.Work):
     """Handle of a send or receive of host memory."""
 
-    def __init__(self, message: Message, tensor: torch.Tensor, limit_s: float) -> None:
+    def __init__(self, message: MpiMessage, tensor: torch.Tensor, limit_s: float) -> None:
         super().__init__()
         self._message, self._tensor, self._limit_s = message, tensor, limit_s
 
@@ -35,7 +35,7 @@ class MessageWork(dist.Work):
         return _future(self._message.when_done, self.wait, [self._tensor])
 
 
-class TurnWork(dist.Work):
+class QueuedWork(dist.Work):
     """Handle of a collective, or of a message of device memory, that runs on a background thread.
 
     `stage` is the state of the device's copies; None if all tensors are on the host.
@@ -43,10 +43,10 @@ class TurnWork(dist.Work):
 
     def __init__(
         self,
-        turn: Turn,
+        turn: QueuedCollective,
         tensors: Sequence[torch.Tensor],
         device: Device | None = None,
-        stage: Stage | None = None,
+        stage: StagingState | None = None,
     ) -> None:
         super().__init__()
         self._turn, self._tensors = turn, list(tensors)
@@ -55,7 +55,7 @@ class TurnWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until complete on the host; the current stream waits for copies to the device."""
         if self._device is None or self._stage is None:
-            self._turn.wait(unheard)
+            self._turn.wait(ignore_wait)
             return True
         self._turn.wait_for_thread()
         if self._stage.done is not None:
@@ -73,7 +73,7 @@ class TurnWork(dist.Work):
         return _future(self._turn.calls.add, self._finish, self._tensors)
 
     def _finish(self) -> None:
-        self._turn.wait(unheard)
+        self._turn.wait(ignore_wait)
         if self._stage is not None and self._stage.done is not None:
             self._stage.done.synchronize()
 

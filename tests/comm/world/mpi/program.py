@@ -14,7 +14,7 @@ import gpipe_hpc.comm.world.mpi.library as mpi_library
 from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.world.start import start_world
 from tests.comm.collectives.starts import ALL_REDUCES
-from tests.played.scenarios import ALL, train
+from tests.simulated.scenarios import ALL, train
 from tests.support import batches, mean_square, train_rank
 
 KINDS = (

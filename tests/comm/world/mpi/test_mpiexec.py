@@ -11,7 +11,7 @@ from gpipe_hpc.comm.collectives.halving import rabenseifner_all_reduce
 from gpipe_hpc.data_parallel import strategies
 from tests.comm.collectives.starts import ALL_REDUCES, by_length
 from tests.comm.world.mpi.program import KINDS, SIZES, drawn, make
-from tests.played.scenarios import ALL, on_cpu
+from tests.simulated.scenarios import ALL, on_cpu
 from tests.support import batches, train_rank
 
 PARTS = ("sums", "calls", "checkpoints")

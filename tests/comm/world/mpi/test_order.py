@@ -5,7 +5,7 @@ import torch
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.collectives.halving import butterfly_all_reduce, rabenseifner_all_reduce
-from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.plan import PlanPosition
 
 COUNT = 37
 
@@ -15,7 +15,7 @@ def test_short_and_long_tensors_are_summed_in_one_order(size):
     """Else a tensor's bits would change with the bucket that it lies in."""
 
     def body(world):
-        group, place = world.group([range(size)]), Place(size, world.rank)
+        group, place = world.group([range(size)]), PlanPosition(size, world.rank)
         generator = torch.Generator().manual_seed(world.rank)
         short = torch.randn(COUNT, generator=generator) * 10**world.rank
         long = short.clone()

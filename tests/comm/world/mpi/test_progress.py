@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from gpipe_hpc.comm.world.mpi.progress import Progress
+from gpipe_hpc.comm.world.mpi.progress import MpiProgress
 
 
 class Requests:
@@ -27,7 +27,7 @@ class Requests:
         return ready
 
     def progress(self):
-        return Progress(self.ask, lambda rank: rank in self.gone)
+        return MpiProgress(self.ask, lambda rank: rank in self.gone)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Blocks through pinned memory: which copy is told when, and what the host waits for.
 
-What no wait orders is refused in tests/played; but a wait too many, or a copy told too late, gives
-the same numbers there. So here the device writes down what it is told, in order.
+What no wait orders is refused in tests/simulated; but a wait too many, or a copy told too late,
+gives the same numbers there. So here the device writes down what it is told, in order.
 """
 
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gpipe_hpc.comm.world.mpi.staging import Stager
+from gpipe_hpc.comm.world.mpi.staging import HostStaging
 from gpipe_hpc.device.device import HostDevice
 
 BLOCK = 4  # elements
@@ -35,13 +35,13 @@ class Telling(HostDevice):
         yield
         self.current = before
 
-    def fetch_into(self, pinned, tensor):
+    def copy_to_host(self, pinned, tensor):
         self._copies("fetch", tensor)
-        super().fetch_into(pinned, tensor)
+        super().copy_to_host(pinned, tensor)
 
-    def bring_into(self, own, host):
+    def copy_to_device(self, own, host):
         self._copies("bring", own)
-        super().bring_into(own, host)
+        super().copy_to_device(own, host)
 
     def _copies(self, what, block):
         self.current.last = what, block.storage_offset() // BLOCK
@@ -77,7 +77,7 @@ class Mark:
 def told(*, reads, writes):
     """Return what a device was told in order as each element is doubled on the host."""
     device = Telling()
-    stager = Stager(device, block_bytes=BLOCK * 4)
+    stager = HostStaging(device, block_bytes=BLOCK * 4)
     tensor = torch.arange(float(BLOCK * NUM_BLOCKS))
     seen = []
 
