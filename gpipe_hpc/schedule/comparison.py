@@ -169,10 +169,10 @@ def search_gains(
         ("mirrored", None),
     ),
 ) -> list[SearchGain]:
-    """Search orders for unequal stages on several placements and activation limits.
+    """Search action orders for unequal stages, on several placements and with activation limits.
 
-    `stage_times` is the time of F, of I and of W of each stage; it repeats for further stages.
-    `cases` lists (placement, limit) pairs.
+    `stage_times` is the time of F, of I and of W of each stage; the list repeats for further
+    stages. `cases` lists (placement, limit) pairs.
     """
     gains: list[SearchGain] = []
     for kind, limit in cases:

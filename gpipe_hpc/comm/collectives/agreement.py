@@ -25,7 +25,7 @@ Greet = Callable[[Sequence[tuple[int, torch.Tensor]], Sequence[tuple[int, torch.
 
 
 class Agreement:
-    """The collectives for which this rank has checked that its neighbours start the same."""
+    """The collectives for which this rank has verified that its neighbours start the same one."""
 
     def __init__(self, place: PlanPosition, ranks: Sequence[int]) -> None:
         self._place, self._ranks = place, ranks

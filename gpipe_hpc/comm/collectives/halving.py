@@ -168,7 +168,7 @@ def _fold_in(fold: Fold, i: int, whole: ElementSpan) -> Plan:
 
 
 def _fold_out(fold: Fold, i: int, spans: Sequence[ElementSpan]) -> Plan:
-    """Plan the final step of a pair: the second rank sends the first one its part of the result."""
+    """Plan the final step of a pair: the first rank receives its part from the second one."""
     partner = fold.partner(i)
     if partner is None:
         return ()

@@ -44,9 +44,10 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _delayed_weights(name: str, ranks: int, microbatches: int, depth: int) -> Schedule:
-    """Build a 1F1B-like table; `depth` scales warm-up forwards and the delay of ``W``.
+    """Build a table like that of 1F1B; `depth` scales the warm-up and the delay of ``W``.
 
-    Each following rank adds `depth` warm-up forwards to a rank.
+    Rank k of K warms up with depth * (K - 1 - k) forwards and delays each ``W`` by depth * k
+    micro-batches.
     """
     rows: list[list[Action]] = []
     for rank in range(ranks):

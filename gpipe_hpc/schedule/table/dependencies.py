@@ -178,13 +178,13 @@ def users_of(maker: Op) -> frozenset[Op]:
 
 
 def uses(op: Op) -> frozenset[ValueKind]:
-    """Return the values of its own stage and micro-batch that an op consumes."""
+    """Return the kinds of values of its own stage and micro-batch that an op consumes."""
     own = (rule for rule in _NEEDS[op] if rule.where is _Location.OWN)
     return frozenset(thing for rule in own for thing in rule.things)
 
 
 def makes(op: Op) -> frozenset[ValueKind]:
-    """Return the values that an op produces for others, without those that it only passes on."""
+    """Return the kinds of values that an op produces, without those that it only passes on."""
     provided = _HALVES if op is Op.B else (op,)
     wanted = (rule for rules in _NEEDS.values() for rule in rules if rule.maker in provided)
     return frozenset(thing for rule in wanted for thing in rule.things) - uses(op)

@@ -126,7 +126,7 @@ class MpiGroup(dist.ProcessGroup):
         reads: bool,
         writes: bool,
     ) -> Callable[[WaitListener], None]:
-        """Return a job for a device tensor: direct if MPI supports it, else by blocks on a host."""
+        """Return a job for a device tensor, in blocks on the host unless MPI uses device memory."""
         if self._library.takes_device_pointers:
             return lambda note: stager.directly(tensor, stage, job)
         return lambda note: stager.through(tensor, stage, job, reads=reads, writes=writes)
