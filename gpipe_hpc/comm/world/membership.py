@@ -1,4 +1,4 @@
-"""Roll call: every rank registers in the store, and all ranks receive the same verdict.
+"""Membership check: every rank registers in the store, and all ranks receive the same verdict.
 
 Ranks form a tree with rank 0 as root. Each rank receives from its children one line with the result
 for their subtrees: whether all ranks have arrived and agree. So no rank reads more than a few
@@ -48,7 +48,7 @@ _QUESTIONS_A_SECOND: Final = 5000
 
 @dataclass(frozen=True)
 class Member:
-    """A process's description of itself in the roll call.
+    """A process's description of itself in the membership check.
 
     Args:
         rank: rank of the process.
@@ -124,7 +124,7 @@ def _started(pid: int) -> str:
 
 
 class ObsoleteCheckError(Exception):
-    """Raised in ranks that wait in a roll call when rank 0 has opened a newer one."""
+    """Raised in ranks that wait in a membership check when rank 0 has opened a newer one."""
 
 
 class _SubtreeFacts(NamedTuple):
@@ -152,7 +152,7 @@ def _longest_pause_s(world_size: int) -> float:
 
 @dataclass(frozen=True)
 class MembershipCheck:
-    """A roll call of all ranks through a store.
+    """A check, through a store, that all ranks have arrived and agree.
 
     Rank 0 lets all ranks continue once all have arrived and agree; a rank that has waited too long
     reports which ones are missing. Only the first verdict counts, so all ranks act on the same one.
@@ -164,7 +164,7 @@ class MembershipCheck:
         me: description of this process.
         timeout_s: time-out, for messages.
         deadline: time (`time.monotonic`) at which the time-out expires.
-        is_over: returns whether rank 0 has opened a newer roll call.
+        is_over: returns whether rank 0 has opened a newer check.
     """
 
     launch: Launch
@@ -178,7 +178,7 @@ class MembershipCheck:
     def wait_for_all(self) -> bool:
         """Wait until all ranks have arrived and agree; return whether all are on one machine.
 
-        Raises LaunchError if they do not, and OverError if the roll call ends while this rank
+        Raises LaunchError if they do not, and ObsoleteCheckError if the check ends while this rank
         waits.
         """
         rank = self.launch.rank
@@ -246,7 +246,7 @@ class MembershipCheck:
         return self._exist([_VERDICT])
 
     def say_absent(self, told: str) -> None:
-        """Publish an authenticated notice of why rank 0 does not take part in this roll call."""
+        """Publish an authenticated notice of why rank 0 does not take part in this check."""
         self._set(self._key_of(_ABSENT), self.secret.seal(_ABSENT, told.encode()))
 
     def announce_stop(self, told: str) -> None:

@@ -175,7 +175,7 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
 
 
 class _StoreConnection:
-    """One rank's part in the rendezvous: its connection to the store and the roll call."""
+    """One rank's part in the rendezvous: its connection to the store, and the membership check."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class _StoreConnection:
             time.sleep(_HEARD_S)
 
     def wait_for_all(self, local: bool) -> tuple[Store, bool]:
-        """Connect to the store and hold the roll call of all ranks.
+        """Connect to the store and run the membership check of all ranks.
 
         Returns the store, and whether all ranks are on one machine.
         """
@@ -244,7 +244,7 @@ class _StoreConnection:
         return keys, self._call(keys).wait_for_all()
 
     def _hold_at_agent(self, store: Store) -> tuple[Store, bool]:
-        """Hold the roll call in the store of torchrun's agent, which may contain old attempts."""
+        """Run the membership check in torchrun's store, which may contain previous attempts."""
         launch = self._launch
         meetings = RendezvousAttempts(
             store,

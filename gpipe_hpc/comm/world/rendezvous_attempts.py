@@ -21,7 +21,7 @@ _PAUSE_S: Final = 0.05
 class RendezvousAttempts:
     """The rendezvous attempts in an agent's store, as seen by one rank.
 
-    `call` returns the roll call for an attempt's store and number.
+    `call` returns the membership check for an attempt's store and number.
     """
 
     def __init__(self, store: Store, call: Callable[[Store, int], MembershipCheck]) -> None:
@@ -65,5 +65,5 @@ class RendezvousAttempts:
         return PrefixStore(f"meeting{number}", self._store)
 
     def roll_call(self, number: int) -> MembershipCheck:
-        """Return the roll call of an attempt; ranks stop waiting in it once a newer one is open."""
+        """Return the membership check of an attempt; it ends when a newer attempt is open."""
         return self._call(self.keys(number), number)

@@ -76,7 +76,7 @@ class _Transfers(NamedTuple):
 
 
 class _SendRow(NamedTuple):
-    """A rank's actions without receives: compute actions, each followed by the sends of its value.
+    """A rank's lane: its compute actions, each followed by the sends of its value; no receives.
 
     ``which`` and ``numbers`` are columns as in `Row`, and ``which`` indexes ``kinds``.
     ``awaits[index]`` lists the transfers that a compute action needs, or the one that a ``SEND``

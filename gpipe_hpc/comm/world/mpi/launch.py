@@ -1,7 +1,7 @@
 """Rank of this process under MPI, and address of the rendezvous store.
 
-MPI transfers tensors. Roll call, watchdog and small lookups use a store served by rank 0; its
-address is broadcast over MPI, so no environment variable is needed.
+MPI transfers tensors. The membership check, the watchdog and small lookups use a store served by
+rank 0; its address is broadcast over MPI, so no environment variable is needed.
 """
 
 import os
