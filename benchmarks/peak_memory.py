@@ -19,7 +19,7 @@ def weigh(run: Callable[[], Made]) -> tuple[Made, int]:
     assert trace.kineto_results is not None, "the profiler has ended, so it has results"
     changes = [event for event in trace.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
-    # Those of one moment stay in their order.
+    # The sort is stable for events of equal time.
     for event in sorted(changes, key=lambda event: event.start_ns()):
         held += event.nbytes()
         most = max(most, held)

@@ -11,7 +11,7 @@ from benchmarks.cells import Cell
 from benchmarks.contestants.plain import join_gloo
 from benchmarks.workloads import Workload, casting, sgd
 
-# Passes over the layers that their times are medians of.
+# Number of passes for the median times of layers.
 _PASSES: Final = 7
 
 

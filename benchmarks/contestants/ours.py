@@ -11,7 +11,7 @@ from benchmarks.workloads import SEED, Workload, sgd
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.schedule import build, to_text
 
-# While others have their turn the processes are stopped, for as long as that takes.
+# The processes are stopped while other contestants run.
 _SILENCE_S: Final = 3600.0
 
 

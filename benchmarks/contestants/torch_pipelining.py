@@ -12,7 +12,7 @@ from benchmarks.cells import Cell
 from benchmarks.contestants.plain import join_gloo
 from benchmarks.workloads import Workload, global_parameters, sgd
 
-# Those that keep several stages on a rank.
+# Schedules with several stages per rank.
 _LOOPED: Final = ("Interleaved1F1B", "InterleavedZeroBubble")
 _V_SHAPED: Final = ("ZBVZeroBubble",)
 
@@ -77,7 +77,7 @@ class TorchPipelining:
     def notes(self) -> dict[str, Any]:
         """Return the partition and, if torch has one, the table."""
         order = getattr(self.schedule, "pipeline_order", None)
-        # That of 1F1B lacks an action: it is a loop that runs instead.
+        # The table of 1F1B lacks an action, because a loop runs instead of it.
         if not order or len(self.stage_indices) == 1:
             return {"counts": self.counts}
         rows = [[str(a) for a in order[rank] if a is not None] for rank in sorted(order)]

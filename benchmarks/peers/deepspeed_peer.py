@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.peers.environment import EXTENSIONS
 
-# Where the environment has compiled them.
+# The folder in which the environment has compiled them.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / EXTENSIONS)
 
 import deepspeed
@@ -49,13 +49,13 @@ class DeepSpeedPipeline:
             loss_fn=workload.mean_loss,
             partition_method="uniform",
             activation_checkpoint_interval=1 if cell.recompute == "always" else 0,
-            # The default one fails on a first stage that is given token ids.
+            # The default function fails on a first stage with token ids as input.
             activation_checkpoint_func=non_reentrant_checkpoint,
         )
         self.stage = next(each for each in module.modules() if isinstance(each, Stage))
         self.counts = workload.counts(size)
         inputs, targets = workload.batch()
-        # The first step is for the check: with a rate of 1 the weights' change is the gradient.
+        # The first step is checked: with a rate of 1, the change of weights is the gradient.
         self.optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         self.before = {name: p.detach().clone() for name, p in self._parameters()}
         self.engine = deepspeed.initialize(

@@ -11,8 +11,8 @@ import torch
 
 PACKAGES = ("deepspeed", "torchgpipe")
 EXTENSIONS = "extensions"
-# DeepSpeed compiles its collectives at their first use, which takes longer than a contestant may
-# take. A process killed during that leaves a lock, on which later ones would wait for ever.
+# DeepSpeed compiles its collectives at their first use, which exceeds the time limit of a
+# contestant. A process that is killed meanwhile leaves a lock on which later ones wait forever.
 _COMPILE = f"""
 import os, sys
 os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(sys.prefix, "{EXTENSIONS}")
@@ -50,7 +50,7 @@ def peer_python(folder: Path) -> str:
         raise NoEnvironmentError(f"pip would not install {wanted} alone, but {names}")
     _run([*install, "--quiet", *PACKAGES])
     _run([str(python), "-c", "import torch, deepspeed, torchgpipe"])
-    with contextlib.suppress(NoEnvironmentError):  # without a compiler DeepSpeed does without
+    with contextlib.suppress(NoEnvironmentError):  # DeepSpeed also runs without it
         _run([str(python), "-c", _COMPILE])
     done.touch()
     return str(python)

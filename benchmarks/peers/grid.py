@@ -18,9 +18,11 @@ from benchmarks.cells import (
     unpiped_cells,
 )
 
+# The part of the full benchmark with the schedules that no claim is about.
+OTHERS = "other schedules"
 WORKLOADS = ("A", "B", "C", "T", "A16")
 MICROBATCHES = (1, 2, 4, 8, 16)
-# Those that the claims are about.
+# Workload and number of micro-batches of the blocks that the claims are about.
 FIRST = (
     ("A", 4),
     ("C", 16),
@@ -34,7 +36,7 @@ FIRST = (
     ("B", 8),
     ("A16", 8),
 )
-# Of the peers' schedules this one is far from the best.
+# The slowest of torch's schedules here: fewer steps are enough.
 _SLOW = "InterleavedZeroBubble"
 _AGAIN = ("gpipe", "one_f_one_b", "auto")
 
@@ -91,26 +93,19 @@ def core(workload: str, microbatches: int) -> Block:
 
 
 def others(workload: str, microbatches: int) -> Block:
-    """Return all other schedules, with and without recomputation, next to two main ones."""
+    """Return all other schedules, next to two main ones."""
     names = [name for name in named_schedules() if name not in OUR_MAIN]
-    rest = [name for name in OUR_MAIN if name not in _AGAIN]
     cells = [
         floor_cell(workload, microbatches),
-        *our_cells(workload, microbatches, ("gpipe", "one_f_one_b"), wanted=OTHER),
-        *our_cells(workload, microbatches, names, wanted=OTHER, again=RARE),
-        *(
-            replace(cell, recompute="except_last")
-            for cell in our_cells(workload, microbatches, rest, wanted=RARE)
-        ),
+        *our_cells(workload, microbatches, ("gpipe", "one_f_one_b", *names), wanted=OTHER),
     ]
-    return Block(workload, microbatches, "other schedules", tuple(cells))
+    return Block(workload, microbatches, OTHERS, tuple(cells))
 
 
 def blocks() -> tuple[list[Block], list[Block]]:
     """Return the blocks for the claims and all others, most important first."""
     first = [core(*each) for each in FIRST]
     everywhere = [(w, m) for m in (8, 16, 4, 2, 1) for w in WORKLOADS]
-    rest = [others(workload, 8) for workload in WORKLOADS]
+    rest = [*(others(workload, 8) for workload in WORKLOADS), others("T", 16)]
     rest += [core(*each) for each in everywhere if each not in FIRST]
-    rest += [others(*each) for each in everywhere if each[1] != 8]
     return first, rest

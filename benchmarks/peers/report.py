@@ -1,32 +1,25 @@
-"""The table of the README and the plots, from the results."""
+"""The tables of the front page and of this folder's README, from the results."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
+from benchmarks.cells import FULL
 from benchmarks.figures import Figures, Row
 from benchmarks.peers.claims import best, block, judge, table
-from benchmarks.peers.grid import MICROBATCHES
-from benchmarks.plot import Panel, draw_panels
-from benchmarks.table import markdown, milliseconds
+from benchmarks.peers.grid import OTHERS
+from benchmarks.table import milliseconds
 
-_TITLES = {
+_TITLES: Final = {
     "A": "A: GPT",
     "B": "B: convolutions",
     "C": "C: wide layers",
     "A16": "A in bfloat16",
     "T": "T: tiny layers",
 }
-_LINES = (
-    ("ours, best schedule", "ours", None),
-    ("ours, GPipe", "ours", "gpipe"),
-    ("ours, 1F1B", "ours", "one_f_one_b"),
-    ("torch, best schedule", "torch", None),
-    ("torch, GPipe", "torch", "GPipe"),
-    ("torch, 1F1B", "torch", "1F1B"),
-    ("DeepSpeed, 1F1B", "deepspeed", None),
-    ("DDP", "ddp", None),
-)
-_SHORT_MICROBATCHES = (8, 16)
-_SHORT = (
+_SHORT_BLOCKS: Final = (("A", 8), ("A", 16), ("B", 8), ("C", 8), ("A16", 8), ("T", 8))
+_SHORT_MICROBATCHES: Final = 8  # of rows that do not name a number
+_SHORT: Final = (
     ("ours", ("ours", False)),
     ("torch", ("torch", False)),
     ("DeepSpeed", ("deepspeed", False)),
@@ -34,20 +27,16 @@ _SHORT = (
     ("ours, recomputing", ("ours", True)),
     ("torch, recomputing", ("torch", True)),
 )
+_LONG_MICROBATCHES: Final = (8, 16)  # figures.json has 1, 2 and 4 too
 
 
 def write(figures: Figures, folder: Path) -> str:
-    """Write the README tables and both plots; return the table of claims."""
+    """Write the tables of a folder's README; return the table of claims."""
     claims = table(judge(figures))
-    (folder / "peers.svg").write_text(peers_plot(figures), "utf-8")
-    if figures.extras.get("growth"):
-        (folder / "growth.svg").write_text(growth_plot(figures), "utf-8")
     readme = folder / "README.md"
     if readme.exists():
-        text = readme.read_text("utf-8")
-        text = insert(text, "claims", claims)
-        text = insert(text, "table", markdown(figures))
-        readme.write_text(text, "utf-8")
+        text = insert(readme.read_text("utf-8"), "claims", claims)
+        readme.write_text(insert(text, "table", long_tables(figures)), "utf-8")
     return claims
 
 
@@ -58,39 +47,86 @@ def write_front_page(figures: Figures, readme: Path) -> None:
 
 
 def short_table(figures: Figures) -> str:
-    """Return a line per model at many micro-batches: the best of each contestant."""
+    """Return one row per model with the fastest schedule of each contestant."""
     lines = [
-        f"{figures.machine}; {figures.date}.",
+        f"{figures.machine}; {figures.date}; {_SHORT_MICROBATCHES} micro-batches.",
         "",
-        "| model | M | floor ms | " + " | ".join(name for name, _ in _SHORT) + " |",
-        "|---|---:|---:|" + "---:|" * len(_SHORT),
+        f"| model | floor ms | {' | '.join(name for name, _ in _SHORT)} |",
+        "|---|" + "---:|" * (1 + len(_SHORT)),
     ]
-    for workload, title in _TITLES.items():
-        for count in _SHORT_MICROBATCHES:
-            where = block(workload, count)
-            floor = figures.find(where, "floor local")
-            if floor is None or not floor.median_s:
-                continue
-            cells = [
-                _short_cell(best(figures, where, who, recompute=again), floor.median_s)
-                for _, (who, again) in _SHORT
-            ]
-            floor_ms = milliseconds(floor.median_s)
-            lines.append(f"| {title} | {count} | {floor_ms} | {' | '.join(cells)} |")
+    for workload, count in _SHORT_BLOCKS:
+        where = block(workload, count)
+        floor = figures.find(where, "floor local")
+        if floor is None or not floor.median_s:
+            continue
+        cells = [
+            _fastest(best(figures, where, who, recompute=again), floor.median_s)
+            for _, (who, again) in _SHORT
+        ]
+        few = "" if count == _SHORT_MICROBATCHES else f", {count} micro-batches"
+        title = f"{_TITLES[workload]}{few}"
+        lines.append(f"| {title} | {milliseconds(floor.median_s)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _short_cell(row: Row | None, floor_s: float) -> str:
-    """Return schedule, time over the floor and peak memory; ~ marks few undisturbed steps."""
-    if row is None or not row.median_s:
-        return ""
-    value = f"{row.median_s / floor_s:.2f}"
-    if row.is_sound:
-        value += f" ±{row.spread * row.median_s / floor_s / 2:.2f}"
-    else:
-        value = f"~{value}"
-    peak = f", {max(row.peak_bytes) / 1e6:.0f} MB" if row.peak_bytes else ""
-    return f"{row.variant} {value}{peak}"
+def long_tables(figures: Figures) -> str:
+    """Return step time and memory of each schedule, with a column for each model."""
+    of_torch = sorted({each for each in figures.versions.values() if each.startswith("torch ")})
+    others = (f"{n} {v}" for n, v in sorted(figures.versions.items()) if v not in of_torch)
+    lines = [f"{figures.machine}; {', '.join([*of_torch, *others])}; {figures.date}."]
+    for count in _LONG_MICROBATCHES:
+        lines += ["", f"**Step time over the floor, {count} micro-batches**", ""]
+        lines += _by_model(figures, count, list(_TITLES), _over_floor)
+    count, models = _SHORT_MICROBATCHES, [each for each in _TITLES if each != "T"]
+    lines += ["", f"**Peak memory of the fullest rank, MB, {count} micro-batches**", ""]
+    lines += _by_model(figures, count, models, lambda row, _: _peak(row))
+    return "\n".join(lines) + "\n"
+
+
+def _by_model(
+    figures: Figures, count: int, models: list[str], cell: Callable[[Row, float], str]
+) -> list[str]:
+    """Return a table of `cell`, which is called with a row and the floor of its block.
+
+    With 8 micro-batches it contains the schedules that no claim is about, without recomputation.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for part in (FULL, OTHERS) if count == _SHORT_MICROBATCHES else (FULL,):
+        for model in models:
+            where = f"{model} M={count} {part}"
+            floor = figures.find(where, "floor local")
+            for row in figures.blocks.get(where, []):
+                # Earlier runs also measured other schedules with recomputation.
+                is_shown = part == FULL or row.recompute == "never"
+                if is_shown and floor and floor.median_s and row.median_s:
+                    found.setdefault(row.name, {}).setdefault(model, cell(row, floor.median_s))
+    lines = [
+        f"| | {' | '.join(_TITLES[each] for each in models)} |",
+        "|---|" + "---:|" * len(models),
+    ]
+    for name, cells in found.items():
+        lines.append(f"| {name} | {' | '.join(cells.get(each, '') for each in models)} |")
+    return lines
+
+
+def _fastest(row: Row | None, floor_s: float) -> str:
+    """Return the time over the floor and the schedule's name; empty if nothing was measured."""
+    return f"{_over_floor(row, floor_s)} {row.variant}" if row and row.median_s else ""
+
+
+def _over_floor(row: Row, floor_s: float) -> str:
+    """Return the time over the floor, with ± half the interquartile range.
+
+    ~ marks medians of fewer than three undisturbed steps.
+    """
+    assert row.median_s, "the caller leaves out rows without a time"
+    if not row.is_sound:
+        return f"~{row.median_s / floor_s:.2f}"
+    return f"{row.median_s / floor_s:.2f} ±{row.spread * row.median_s / floor_s / 2:.2f}"
+
+
+def _peak(row: Row) -> str:
+    return f"{max(row.peak_bytes) / 1e6:.0f}" if row.peak_bytes else ""
 
 
 def insert(text: str, name: str, new: str) -> str:
@@ -99,43 +135,3 @@ def insert(text: str, name: str, new: str) -> str:
     head, _, rest = text.partition(begin)
     _, mark, tail = rest.partition(end)
     return f"{head}{begin}\n{new}\n{mark}{tail}" if mark else text
-
-
-def _row(figures: Figures, where: str, contestant: str, variant: str | None) -> Row | None:
-    if variant is None:
-        return best(figures, where, contestant)
-    return figures.find(where, f"{contestant} {variant}")
-
-
-def peers_plot(figures: Figures) -> str:
-    """Plot step times over the floor of the same block; for T, milliseconds per micro-batch."""
-    panels = []
-    for workload, title in _TITLES.items():
-        series: dict[str, list[tuple[float, float]]] = {}
-        for name, contestant, variant in _LINES:
-            for count in MICROBATCHES:
-                where = block(workload, count)
-                row = _row(figures, where, contestant, variant)
-                floor = figures.find(where, "floor local")
-                if row is None or floor is None or not row.median_s or not floor.median_s:
-                    continue
-                share = row.median_s / floor.median_s
-                value = 1e3 * row.median_s / count if workload == "T" else share
-                series.setdefault(name, []).append((count, value))
-        unit = "ms a micro-batch" if workload == "T" else "step time / floor"
-        panels.append(Panel(title, series, unit))
-    return draw_panels(panels, title="Step times of two ranks: 1 = nothing sent, nobody waits")
-
-
-def growth_plot(figures: Figures) -> str:
-    """Plot step times over micro-batches for each number of ranks, with the fit."""
-    measured: dict[str, list[tuple[float, float]]] = {}
-    fitted: dict[str, list[tuple[float, float]]] = {}
-    for point in figures.extras["growth"]:
-        count = point["microbatches"]
-        name = f"{point['ranks']:g} rank{'' if point['ranks'] == 1 else 's'}"
-        measured.setdefault(name, []).append((count, 1e3 * point["step_s"]))
-        if "fit_s" in point:
-            fitted.setdefault(name, []).append((count, 1e3 * point["fit_s"]))
-    panel = Panel("Model T, 1F1B", measured, "ms a step", is_log=True, dashed=fitted)
-    return draw_panels([panel], title="Growth; dashed: work + messages")

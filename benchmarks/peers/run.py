@@ -1,4 +1,4 @@
-"""Compare all contestants: one command, one table, one plot.
+"""Compare gpipe_hpc with its peers and write the tables of the results.
 
     python -m benchmarks.peers.run
 
@@ -14,42 +14,40 @@ from pathlib import Path
 from benchmarks.blocks import new_figures, run_blocks
 from benchmarks.cells import Block, Contestant
 from benchmarks.figures import Figures, load_figures
-from benchmarks.peers import grid, growth, report, startup
+from benchmarks.peers import grid, report
 from benchmarks.peers.environment import NoEnvironmentError, peer_python
 from benchmarks.rounds import Conductor
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
-# Shares of the time for the blocks that claims rest on, and seconds for the small parts.
+# Share of the time for the blocks that the claims are about.
 FIRST_SHARE = 0.7
 WEIGHED = ("A", "B", "C")
-GROWTH_S = 180.0
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget-s", type=float, default=9000.0, help="for all of it")
-    parser.add_argument("--resume", action="store_true", help="keep the blocks there are")
+    parser.add_argument("--budget-s", type=float, default=9000.0, help="seconds for all blocks")
+    parser.add_argument("--resume", action="store_true", help="keep the results of earlier runs")
     parser.add_argument(
         "--again",
         action="store_true",
-        help="with --resume: measure the blocks asked for also where they are there",
+        help="with --resume: measure selected blocks even if they have results",
     )
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
-    parser.add_argument("--to", type=Path, default=HERE, help="folder of figures, README and plots")
+    parser.add_argument("--to", type=Path, default=HERE, help="folder of figures.json and README")
     parser.add_argument(
         "--parts",
-        default="startup,growth,memory,first,rest",
-        help="of startup, growth, memory (of tensors alone), first (blocks that claims rest on), "
-        "rest (all others)",
+        default="memory,first,rest",
+        help="memory (of tensors), first (blocks that the claims are about), rest (all others)",
     )
-    parser.add_argument("--blocks", default="", help="only these, as A:4,C:16")
+    parser.add_argument("--blocks", default="", help="measure only these, for example A:4,C:16")
     parser.add_argument(
         "--sittings",
         type=int,
         choices=(1, 2, 3),
         default=2,
-        help="how often cells that claims rest on are opened; 1 where there is little time",
+        help="how often cells of the first part are opened; 1 if time is short",
     )
     parser.add_argument("--without", default="", help="contestants to leave out: deepspeed,...")
     return parser.parse_args()
@@ -116,13 +114,6 @@ def main() -> None:
         if args.to == HERE:
             report.write_front_page(rounded, HERE.parent.parent / "README.md")
 
-    if "startup" in parts and "startup" not in figures.extras:
-        figures.extras["startup"] = startup.measure()
-        keep(figures)
-    if "growth" in parts and "growth" not in figures.extras:
-        share_s = min(GROWTH_S, 0.1 * args.budget_s)
-        figures.extras["growth"] = growth.measure(OUT, budget_s=share_s)["points"]
-        keep(figures)
     first, rest = grid.blocks()
     conductor = Conductor(who, OUT, size=args.size)
     conductor.absent |= absent
@@ -146,7 +137,7 @@ def main() -> None:
                 )
     finally:
         conductor.close()
-    print(f"\n{report.write(figures, args.to)}\nin {args.to}: figures.json, README.md, peers.svg")
+    print(f"\n{report.write(figures, args.to)}\nin {args.to}: figures.json, README.md")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,10 +31,9 @@ from benchmarks.cells import (
 from benchmarks.comparison import moves, report
 from benchmarks.figures import Figures, Row, load_figures, quartiles, rows_of
 from benchmarks.limits import LayerTimes, limit_of
-from benchmarks.plot import Panel, draw_panels
 from benchmarks.probes import forget_peak, is_disturbed, machine_busy_s, memory
 from benchmarks.rounds import Conductor, Measured, Sample, check_gradients
-from benchmarks.table import markdown
+from benchmarks.table import block_lines
 from benchmarks.worker import Worker
 from benchmarks.worker_pool import WorkerError, WorkerPool
 from benchmarks.workloads import make_workload, plain_gradients
@@ -151,8 +149,8 @@ def test_disturbed_visits_do_not_count():
 def test_without_an_undisturbed_visit_the_least_is_marked():
     cell = Cell("plain", "A", "whole batch", 2)
     each = Measured(cell, [sample(1.0, is_disturbed=True), sample(3.0, is_disturbed=True)])
-    figures = Figures(blocks={"A M=2 core": rows_of(Block("A", 2, "core", (cell,)), [each])})
-    assert "| ~1000 |" in markdown(figures)
+    (_, _, line) = block_lines(rows_of(Block("A", 2, "core", (cell,)), [each]))
+    assert "| ~1000 |" in line
 
 
 def test_visits_are_due_in_proportion():
@@ -194,8 +192,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
 
 def test_a_failed_cell_is_shown_as_such():
     failed = Row("deepspeed", "1F1B", "never", failed="it | broke; its logs are in x")
-    text = markdown(Figures(blocks={"A M=4 core": [failed]}))
-    assert "(it / broke)" in text
+    assert "(it / broke)" in list(block_lines([failed]))[-1]
 
 
 def test_only_what_moved_beyond_the_spread_is_told():
@@ -330,16 +327,6 @@ def test_peak_is_of_what_was_held_and_forgotten():
 
 def test_the_machine_worked():
     assert machine_busy_s() > 0
-
-
-def test_plot_is_well_formed_and_names_its_series():
-    series = {"ours": [(1, 1.5), (16, 1.0)], "limit <1>": [(4, 1.0)]}
-    panel = Panel("A & B", series, "ms", dashed={"ours": [(1, 2.0), (16, 0.5)]})
-    empty = Panel("none", {}, "ms")
-    text = draw_panels([panel, empty, replace(panel, is_log=True)], title="t")
-    texts = [each.text for each in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("A & B") == 2 and texts.count("limit <1>") == 1
-    assert text == draw_panels([panel, empty, replace(panel, is_log=True)], title="t")
 
 
 @pytest.mark.slow

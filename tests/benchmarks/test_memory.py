@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from benchmarks.cells import CONTESTANTS, Block, Cell, our_cells, torch_cells
-from benchmarks.figures import Figures, Row
 from benchmarks.peak_memory import weigh
 from benchmarks.probes import memory
 from benchmarks.rounds import Conductor
-from benchmarks.table import markdown
 
 MIB = 1 << 20
 
@@ -38,15 +36,6 @@ def test_memory_that_two_processes_touch_counts_half():
         after = memory()
     assert after.shared_bytes - before.shared_bytes == 64 * MIB
     assert 30 * MIB < after.now_bytes - before.now_bytes < 40 * MIB
-
-
-def test_table_shows_tensors_beside_the_peak():
-    row = Row("ours", "gpipe", "never", 1, 1, 1.0, (1.0, 1.0), 1.0, (5_000_000,))
-    weighed = {"A M=4 core": {"ours gpipe": [3_000_000, 4_000_000]}}
-    text = markdown(Figures(blocks={"A M=4 core": [row]}, extras={"tensors": weighed}))
-    assert "| 5 | 3 / 4 |" in text
-    alone = markdown(Figures(blocks={"A M=4 core": [row]}))
-    assert alone.endswith("| 5 |\n") and "tensors" not in alone
 
 
 @pytest.mark.slow

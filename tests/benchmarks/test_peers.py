@@ -1,42 +1,80 @@
-"""The comparison with peers: what is written of the figures that are kept is what they give."""
+"""The comparison with peers: the tables in the READMEs are those of figures.json."""
 
-import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.cells import Cell
-from benchmarks.figures import load_figures
-from benchmarks.rounds import Measured, Sample
-from gpipe_hpc.schedule import build, lower, to_text
+from benchmarks.cells import FULL
+from benchmarks.figures import Figures, Row, load_figures
+from benchmarks.peers.claims import judge, table
+from benchmarks.peers.grid import MICROBATCHES, OTHERS, WORKLOADS, blocks
+from benchmarks.peers.report import insert, long_tables, short_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
 
 
-@pytest.fixture(autouse=True)
-def _find_the_scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(PEERS))
+def row(contestant, variant, step_s, *, num_clean=4, recompute="never", peak=5_000_000):
+    quartiles = (0.9 * step_s, 1.1 * step_s)
+    return Row(contestant, variant, recompute, num_clean, 6, step_s, quartiles, 1.0, (peak, 1))
+
+
+FLOOR = row("floor", "local", 0.5)
 
 
 def test_tables_in_the_readmes_are_those_of_the_figures():
-    report, claims = (importlib.import_module(name) for name in ("report", "claims"))
     figures = load_figures(PEERS / "figures.json")
-    assert report.short_table(figures) in (ROOT / "README.md").read_text("utf-8")
+    assert short_table(figures) in (ROOT / "README.md").read_text("utf-8")
     text = (PEERS / "README.md").read_text("utf-8")
-    assert claims.table(claims.judge(figures)) in text
-    assert report.markdown(figures) in text
-    assert report.peers_plot(figures) == (PEERS / "peers.svg").read_text("utf-8")
-    assert report.growth_plot(figures) == (PEERS / "growth.svg").read_text("utf-8")
+    assert table(judge(figures)) in text
+    assert long_tables(figures) in text
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_growth_counts_a_message_each_way_over_each_cut(ranks):
-    growth = importlib.import_module("growth")
-    table = build("one_f_one_b", ranks=ranks, microbatches=8)
-    each = Measured(Cell("ours", "T", "one_f_one_b", 8))
-    each.samples = [Sample((2.0,), 2.0, 0.0, 0, is_disturbed=False)]
-    each.notes = [{"table": to_text(lower(table))}]
-    point = growth._point(ranks, each)
-    assert point["num_messages"] == 2 * (ranks - 1) * 8
-    assert point["step_s"] == 2.0
+def test_the_short_table_has_the_fastest_schedule_of_each():
+    rows = [
+        FLOOR,
+        row("ours", "gpipe", 0.6),
+        row("ours", "zb_v", 0.55),
+        row("ours", "auto", 0.5, num_clean=2),  # too few undisturbed steps
+        row("ours", "gpipe", 0.7, recompute="except_last"),
+        row("torch", "1F1B", 0.6, num_clean=2),
+    ]
+    figures = Figures("machine", "today", blocks={"A M=8 core": rows, "A M=16 core": rows})
+    lines = short_table(figures).splitlines()
+    cells = " | 500 | 1.10 ±0.11 zb_v | ~1.20 1F1B |  |  | 1.40 ±0.14 gpipe |  |"
+    assert lines[0] == "machine; today; 8 micro-batches."
+    assert lines[4:] == [f"| A: GPT{cells}", f"| A: GPT, 16 micro-batches{cells}"]
+
+
+def test_the_long_tables_have_a_column_for_each_model():
+    others = [replace(FLOOR, median_s=1.0), row("ours", "hanayo", 1.5, peak=7_000_000)]
+    missing = Row("ours", "gems", "never", failed="no time was left for it")
+    figures = Figures(
+        blocks={
+            "A M=8 core": [FLOOR, row("ours", "gpipe", 0.6)],
+            "C M=8 core": [FLOOR, row("ours", "gpipe", 0.75, num_clean=0)],
+            "C M=8 other schedules": [*others, missing],
+        }
+    )
+    text = long_tables(figures)
+    assert "| ours gpipe | 1.20 ±0.12 |  | ~1.50 |  |  |" in text
+    assert "| ours hanayo |  |  | 1.50 ±0.15 |  |  |" in text  # over the floor of its own block
+    assert "| ours hanayo |  |  | 7 |  |" in text  # memory of tiny layers is left out
+    assert "gems" not in text
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_table_replaces_what_its_marks_enclose(marked):
+    text = "a\n<!-- t: begin -->\nold\n<!-- t: end -->\nb\n" if marked else "a\n"
+    new = insert(text, "t", "new")
+    assert new == (text.replace("old", "\nnew") if marked else text)
+
+
+def test_all_blocks_of_the_tables_and_claims_are_measured():
+    first, rest = blocks()
+    names = [each.name for each in (*first, *rest)]
+    assert len(set(names)) == len(names)
+    wanted = {f"{model} M={count} {FULL}" for model in WORKLOADS for count in MICROBATCHES}
+    wanted |= {f"{model} M=8 {OTHERS}" for model in WORKLOADS}
+    assert set(names) == wanted | {f"T M=16 {OTHERS}"}
