@@ -36,7 +36,6 @@ LONG: Final = (
     "tests/experiments/test_network_faults.py",
     "tests/experiments/test_papers.py",
     "tests/experiments/test_plan_against_runs.py",
-    "tests/experiments/test_resilience.py",
     "tests/experiments/test_scale_simulation.py",
     "tests/experiments/test_scale_startup.py",
     "tests/experiments/test_scale_startup_processes.py",

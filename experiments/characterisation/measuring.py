@@ -10,7 +10,7 @@ from gpipe_hpc.bench.figures import PointResult
 
 
 @dataclass
-class Found:
+class PointRounds:
     """The median step of each round at one point, in seconds, and the reasons of failed rounds."""
 
     setting: Setting
@@ -23,12 +23,6 @@ class Found:
         return self.setting.point.batch_size / median(self.rounds_s)
 
     @property
-    def samples_per_s_range(self) -> tuple[float, float, float]:
-        """Return samples per second of the slowest round, the median and the fastest round."""
-        batch = self.setting.point.batch_size
-        return batch / max(self.rounds_s), self.samples_per_s, batch / min(self.rounds_s)
-
-    @property
     def spread(self) -> float:
         """Return the range of the rounds divided by their median."""
         return (max(self.rounds_s) - min(self.rounds_s)) / median(self.rounds_s)
@@ -36,12 +30,12 @@ class Found:
 
 def measure_all(
     sweeps: Iterable[Sweep], rounds: int, measure: Callable[[Setting], PointResult]
-) -> list[list[Found]]:
+) -> list[list[PointRounds]]:
     """Measure every point once per round, so that other load on the machine affects all equally.
 
     Points that are in several sweeps are measured for each of them.
     """
-    found = [[Found(setting) for setting in sweep.settings] for sweep in sweeps]
+    found = [[PointRounds(setting) for setting in sweep.settings] for sweep in sweeps]
     for number in range(rounds):
         for each in (one for sweep in found for one in sweep):
             told = measure(each.setting)
@@ -55,14 +49,14 @@ def measure_all(
     return found
 
 
-def table(found: Sequence[Found]) -> str:
+def table(found: Sequence[PointRounds]) -> str:
     """Return a sweep as Markdown; speed-ups are relative to its first line that ran."""
     lines = ["| | ms a step | rounds | spread | samples/s | speed-up |", "|---|" + "---:|" * 5]
     first = next((each.samples_per_s for each in found if each.rounds_s), None)
     return "\n".join([*lines, *(_line(each, first) for each in found)])
 
 
-def _line(each: Found, first: float | None) -> str:
+def _line(each: PointRounds, first: float | None) -> str:
     if not each.rounds_s or first is None:
         why = (each.failures or ["was not run"])[0].replace("|", "/")
         return f"| {each.setting.name} | none: {why} | 0 | | | |"

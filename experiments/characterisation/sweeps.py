@@ -19,7 +19,7 @@ class Sweep(NamedTuple):
     """A table in which one parameter varies."""
 
     title: str
-    question: str
+    setting: str
     settings: tuple[Setting, ...]
 
     @property
@@ -39,7 +39,7 @@ def _batches() -> Sweep:
     )
     return Sweep(
         "Batch size",
-        "two stages, four micro-batches: what a larger batch brings",
+        "Two stages, four micro-batches",
         tuple(settings),
     )
 
@@ -47,13 +47,13 @@ def _batches() -> Sweep:
 def _threads() -> Sweep:
     alone = _POINT._replace(ranks=1)
     settings = (Setting(f"{n} threads", alone._replace(threads=n)) for n in (1, 2, 4))
-    return Sweep("Threads", "one process: what threads within operators bring", tuple(settings))
+    return Sweep("Threads", "One process, threads within operators", tuple(settings))
 
 
 def _processes() -> Sweep:
     return Sweep(
         "Processes",
-        "the same two cores as threads of one process, stages of a pipeline, or replicas",
+        "The same two cores as threads of one process, stages of a pipeline, or replicas",
         (
             Setting("1 process, 1 thread", _POINT._replace(ranks=1)),
             Setting("1 process, 2 threads", _POINT._replace(ranks=1, threads=2)),
@@ -68,7 +68,7 @@ def _backends() -> Sweep:
     tcp = ("comm.shared_memory=false",)
     return Sweep(
         "Backend",
-        "two stages: what carries tensors between them",
+        "Two stages, tensors sent in different ways",
         (
             Setting("gloo, shared memory", _POINT),
             Setting("gloo, TCP alone", _POINT, tcp),

@@ -32,7 +32,7 @@ def bubbles() -> Table:
         "Table 2: bubble ratios",
         "(D - 1) / (N + D - 1) for GPipe and DAPPLE, (D - 2) / (2N + D - 2) for Chimera at F = B; "
         "D F + (2D - 2) B for N = D (performance model)",
-        "nothing; the bubble is idle time over all time",
+        "nothing; the bubble is idle time over total time",
         tuple(figures),
     )
 
@@ -116,11 +116,11 @@ def at_scale() -> Table:
     return Table(
         "Figure 1: GPT-2 (1.39 billion parameters) on 2,048 nodes of Piz Daint",
         "the stages of each scheme and which of them recompute; bubbles are read off a chart",
-        "one sequence a micro-batch, so N = D; B = 2F and a recomputation is one F; transfers and "
-        "reductions take no time. Bubbles at F = B, as the paper's formulas, but of GEMS at B = 2F",
+        "one sequence per micro-batch, so N = D; B = 2F and a recomputation is one F; free "
+        "transfers and reductions. Bubbles at F = B, as in the paper's formulas; GEMS at B = 2F",
         tuple(figures),
-        "GEMS is too slow in ours. That micro-batches are of one sequence is our inference; as "
-        "GEMS keeps one at a time, its own may have been larger, and their size is not said",
+        "GEMS is too slow in ours. Micro-batches of one sequence are our inference. GEMS keeps one "
+        "at a time, so its micro-batches may have been larger; their size is not given",
     )
 
 

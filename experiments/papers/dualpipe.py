@@ -29,9 +29,9 @@ def idle() -> Table:
         figures.append(Figure(f"DualPipeV, p={p}, m={m}: idle", p - 1, own))
     return Table(
         "The drawn steps at F = I = W",
-        "the orders of step() in dualpipe.py and dualpipev.py, and the drawn figure: of p = 8 and "
-        "m = 20 66 units, 6 of them idle",
-        "F&B takes F + B: computed one after the other, transfers beside them",
+        "the orders of step() in dualpipe.py and dualpipev.py, and the drawn figure: 66 units for "
+        "p = 8 and m = 20, 6 of them idle",
+        "F&B takes F + B: computed one after the other, in parallel with transfers",
         tuple(figures),
     )
 
@@ -100,8 +100,8 @@ def bubbles() -> Table:
     return Table(
         "README: bubbles at other times",
         "(PP - 1)(F + B), (PP - 1)(F + B - 2W), (PP/2 - 1)(F&B + B - 3W)",
-        "F&B takes F + B; the last times are nearly those that the zero bubble paper profiled of "
-        "28.3 billion parameters",
+        "F&B takes F + B; the last times are close to the zero bubble paper's profile of 28.3 "
+        "billion parameters",
         tuple(figures),
     )
 

@@ -28,9 +28,9 @@ def pairs() -> Table:
         bubble = idle_share(2 * 3 * d, d, two - one)
         figures.append(Figure(f"D={d}: bubble (D - 1) / (D + 1/2)", (d - 1) / (d + 0.5), bubble))
     return Table(
-        "MAST's steady state, and the bubble that Chimera's table 2 gives it",
+        "MAST's steady state, and its bubble in Chimera's table 2",
         "the order of work, and the bubble (D - 1) / (D + 1/2) (Li and Hoefler, SC 2021, table 2)",
-        "equal stages; transfers take no time. The times of a pair are derived, not printed",
+        "equal stages; free transfers. The times of a pair are derived, not printed",
         tuple(figures),
     )
 
@@ -49,7 +49,7 @@ def memory() -> Table:
             figures.append(Figure(what, 16 // (2 * passes), most))
     return Table(
         "Memory does not grow with the replications",
-        "one pass is kept at a time, whatever the number of passes (MASTER)",
+        "one pass is kept at a time, for any number of passes (MASTER)",
         "nothing; counted in micro-batches of a stage",
         tuple(figures),
     )

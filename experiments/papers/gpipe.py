@@ -42,7 +42,7 @@ def step_times() -> Table:
     figures.append(Figure("K=8, M=32, except_last", 148, spared.makespan))
     return Table(
         "Section 2.3: time of a step",
-        "the bubble (K - 1) / (M + K - 1), and that recomputation starts ahead of the gradient",
+        "the bubble (K - 1) / (M + K - 1); recomputation starts before the gradient arrives",
         "F = R = 1, B = 2, equal stages",
         tuple(figures),
     )
@@ -59,9 +59,9 @@ def activations() -> Table:
         figures.append(Figure(f"K={k}, M={m}: kept", 10 * m, most))
     return Table(
         "Section 2.3: peak of activations",
-        "M inputs of the stage and what one micro-batch keeps within; without recomputation M "
-        "times all of it",
-        "a stage keeps 1 at its boundary and 10 in all",
+        "M inputs of the stage and the activations of one micro-batch; without recomputation, all "
+        "activations of M micro-batches",
+        "a micro-batch keeps 1 unit at the boundary of a stage and 10 in all",
         tuple(figures),
     )
 
@@ -133,8 +133,8 @@ def images() -> Table:
         figures.append(counted(what, printed, count_parameters(model), unit))
     return Table(
         "torchgpipe: parameters and memory of AmoebaNet-D and U-Net",
-        "the models, as torchgpipe has them; 12 bytes a parameter",
-        "nothing; ours rounded as printed, in millions or billions",
+        "the models of torchgpipe; 12 bytes per parameter",
+        "nothing; ours are rounded to the printed digits",
         tuple(figures),
     )
 
@@ -148,7 +148,7 @@ def transformers() -> Table:
     return Table(
         "Table 1: parameters of Transformer-L",
         "width 2,048, MLP 8,192, 32 heads, vocabulary 32,000",
-        "embedding and head are two matrices; L layers are the first two, counted, carried on",
+        "embedding and head are two matrices; L layers are extrapolated from the first two",
         tuple(figures),
     )
 
@@ -167,13 +167,13 @@ def table_1() -> Table:
         figures.append(Figure(f"Transformer-{layers}: parameters, GiB", memory_gib, held))
     return Table(
         "Table 1: parameters and their memory",
-        "12 bytes a parameter",
-        "AmoebaNet's in GB, the Transformer's in GiB, as fits the printed figures best",
+        "12 bytes per parameter",
+        "AmoebaNet in GB, the Transformer in GiB, which fits the printed figures best",
         tuple(figures),
-        "of Transformer-3 the paper prints the memory of parameters in the row of activations, and "
-        "the other way round. Of AmoebaNet-D (72, 512) its own two figures disagree: 24.62 GB are "
-        "2.05 billion parameters of 12 bytes, where it prints 1.8 billion. The peaks of "
-        "activations are left out: what accelerators keep of a layer is not given",
+        "for Transformer-3 the paper swaps the memory of parameters and of activations. For "
+        "AmoebaNet-D (72, 512) its two figures disagree: 24.62 GB are 2.05 billion parameters of "
+        "12 bytes, and it prints 1.8 billion. Peaks of activations are not compared, because the "
+        "paper does not state what accelerators keep of a layer",
     )
 
 
@@ -225,17 +225,16 @@ def table_2() -> Table:
     """Table 2, the Transformer."""
     return Table(
         "Table 2: throughput of Transformer-48 on TPUs, relative to K=2, M=1",
-        "the model, K and M, that all is recomputed, and that R starts ahead of the gradient",
-        "layers take time as their counted FLOPs, B = 2F; the cut whose fullest stage is least; "
-        "transfers take no time. No rate is needed: all is relative to the first figure",
+        "the model, K and M; everything is recomputed, and R starts before the gradient arrives",
+        "the time of a layer is proportional to its counted FLOPs, B = 2F; the partition with the "
+        "smallest maximum; free transfers. No rate is needed: all is relative to the first figure",
         tuple(_relative("Transformer-48", TABLE_2, 48, frozenset({4}))),
-        "M=4 is not reproducible: 3.2 and 4.8 are above the ideal pipeline's 2.29 and 2.91, as the "
-        "paper adjusted the batch from cell to cell; so it did for K=8, M=1. For K=8, M=32 our "
-        "fullest stage has 7.5 % more FLOPs than the mean, as the head takes as much as three "
-        "layers of attention, and with even stages ours would be 4 % below the paper's figure: "
-        "its cut, and what the head takes on a TPU, are not given. AmoebaNet's rows are "
-        "left out: neither its cuts nor what its kernels take on a TPU are given; torchgpipe's "
-        "runs of it are below",
+        "M=4 is not reproducible: 3.2 and 4.8 are above the ideal pipeline's 2.29 and 2.91: the "
+        "paper adjusted the batch of each cell, also for K=8, M=1. For K=8, M=32 our largest "
+        "stage has 7.5 % more FLOPs than the mean, because the head needs as much as three layers "
+        "of attention; with even stages ours would be 4 % below the paper's figure. AmoebaNet's "
+        "rows are left out, because its partitions and kernel times on a TPU are not given; "
+        "torchgpipe's runs of it are below",
     )
 
 
@@ -316,12 +315,12 @@ def torchgpipe() -> Table:
     return Table(
         "torchgpipe: throughput of AmoebaNet-D (18, 256) on Tesla P40s, relative to n2m1",
         "K (n) and M (m), the layers of each stage, what is recomputed (m1: all, else except_last)",
-        f"layers take time as their counted FLOPs ({100 * share:.0f} %) and as the bytes they keep "
-        f"(the rest); that share is the one of 21 for which {_FITTED} comes nearest, which is "
-        f"therefore not compared. B = 2F; transfers take no time",
+        f"the time of a layer is proportional to its FLOPs ({100 * share:.0f} %) and to the bytes "
+        f"that it keeps (the rest). The share is the best of 21 for {_FITTED}, which is "
+        f"therefore not compared. B = 2F; free transfers",
         tuple(figures),
-        "m1 and m4 are not given enough for: their micro-batches have other sizes (64 to 196 "
-        "images, where m32 has 36 to 40), and what kernels make of that was not measured",
+        "m1 and m4 have larger micro-batches (64 to 196 images, m32 36 to 40), and the effect on "
+        "kernels was not published",
     )
 
 

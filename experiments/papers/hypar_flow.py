@@ -19,8 +19,8 @@ def parameters() -> Table:
     number = count_parameters(build_model("resnet1001_v2"))
     return Table(
         "Parameters of ResNet-1001",
-        "30 million, by name",
-        "the form of Keras' example: with biases",
+        "30 million",
+        "the model of Keras' example, with biases",
         (counted("ResNet-1001-v2, millions", "30", number, 1e6),),
     )
 
@@ -39,12 +39,12 @@ def memory() -> Table:
     return Table(
         "ResNet-1k at batch 1: memory",
         "the images' sides, 224 and 720 pixels, and the memory at 224",
-        f"12 bytes a parameter; TensorFlow keeps {factor:.2f} times the activations that we count: "
-        f"derived from the figure at 224 pixels, which is therefore not compared",
+        f"12 bytes per parameter; TensorFlow keeps {factor:.2f} times the activations that we "
+        f"count, derived from the figure at 224 pixels, which is therefore not compared",
         (Figure("720 x 720, GB", MEMORY_GB[large], ours),),
-        "activations go with the pixels, 10.3 times as many; the paper's figures with 9.1 "
-        "times, so some of the first is not activations. How much is not given. Its speedups (110 "
-        "times on 128 nodes, 481 times on 512) come without the times of a layer or a link",
+        "activations are proportional to the pixels, 10.3 times as many; the paper's figures grow "
+        "9.1 times, so a part of the first is not activations. For its speedups (110 times on 128 "
+        "nodes, 481 times on 512), the times of layers and links are not given",
     )
 
 

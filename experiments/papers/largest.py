@@ -94,16 +94,15 @@ def transformers() -> Table:
     ]
     return Table(
         "Table 1: the largest Transformer-L for so many accelerators",
-        "16 GB a TPUv3 core, batch 32, 1,024 tokens, 12 bytes a parameter, all recomputed",
-        "16 GiB, no more; 32 micro-batches of one sequence; float32; attention that keeps its "
-        "matrix of scores, as before fused kernels (our plan counts it so with dropout on a CPU); "
-        "cuts between whole layers of the paper, such that the fullest accelerator has least",
+        "16 GB per TPUv3 core, batch 32, 1,024 tokens, 12 bytes per parameter, all recomputed",
+        "at most 16 GiB; 32 micro-batches of one sequence; float32; attention that stores its "
+        "matrix of scores, as before fused kernels (our plan does so with dropout on a CPU); the "
+        "partition into whole layers of the paper with the smallest maximum of memory",
         tuple(figures),
-        "the paper has 13 layers on each accelerator. Ours has 13 on one, too, and 14 on those "
-        "between the first and the last, which hold neither embedding nor head. Fused attention, "
-        "which came later, keeps no scores: the same memory holds 60 to 80 % more layers. "
-        "Naive-1 (3 layers) is left out: by our count its 32 sequences need 67 GB without "
-        "recomputation, so it must have had fewer, and how many is not given",
+        "the paper has 13 layers on each accelerator. Ours also has 13 on one, and 14 on those "
+        "without embedding and head. Fused attention, which came later, stores no scores: the same "
+        "memory holds 60 to 80 % more layers. Naive-1 (3 layers) is left out: its 32 sequences "
+        "would need 67 GB without recomputation, so its batch was smaller, and is not given",
     )
 
 
@@ -119,8 +118,8 @@ def amoebas() -> Table:
         figures.append(Figure(what, 1, float(held <= TPU_V2_BYTES)))
     return Table(
         "Table 1: the AmoebaNet-D of so many accelerators fits",
-        "8 GB a TPUv2 core, batch 128 of 224 x 224 pixels, 12 bytes a parameter, all recomputed",
+        "8 GB per TPUv2 core, batch 128 of 224 x 224 pixels, 12 bytes per parameter, recomputation",
         f"8 GiB; {128 // IMAGES} micro-batches of {IMAGES} images, which table 1 does not give; "
-        "the cut whose fullest accelerator has least",
+        "the partition with the smallest maximum of memory",
         tuple(figures),
     )

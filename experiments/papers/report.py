@@ -1,13 +1,13 @@
-"""Tables of papers as Markdown and JSON."""
+"""Tables of papers as Markdown."""
 
-import json
 from collections.abc import Sequence
 from textwrap import fill
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from experiments.papers.table import WITHIN, Figure, Paper, Table
 
 _COLUMNS: Final = 115
+MOST_ROWS: Final = 12
 
 
 class Outcome(NamedTuple):
@@ -55,13 +55,13 @@ def _counts_line(name: str, counts: Sequence[int]) -> str:
     return f"| {name} | {equal} of {exact} | {f'{near} of {given}' if given else '-'} |"
 
 
-def markdown(outcome: Outcome) -> str:
-    """Return all tables of a paper."""
+def markdown(outcome: Outcome, most_rows: int = MOST_ROWS) -> str:
+    """Return all tables of a paper; longer ones are summarized."""
     parts = [f"## {outcome.paper.title}"]
     for table in outcome.exact:
         parts += [*_head(table), _exact(table)]
     for table in outcome.simulated:
-        parts += [*_head(table), _simulated(table)]
+        parts += [*_head(table), _simulated(table, most_rows)]
     return "\n\n".join(parts)
 
 
@@ -83,15 +83,26 @@ def _exact(table: Table) -> str:
     return f"{len(table.figures) - len(wrong)} of {len(table.figures)} are equal. Not: {named}."
 
 
-def _simulated(table: Table) -> str:
+def _simulated(table: Table, most_rows: int) -> str:
+    """Return the figures; of a table with more rows, the first and those beyond the tolerance."""
     lines = ["| | paper | ours | error | |", "|---|---:|---:|---:|---|"]
-    return "\n".join([*lines, *map(_line, table.figures)])
+    figures = table.figures
+    if len(figures) <= most_rows:
+        return "\n".join([*lines, *map(_line, figures)])
+    near = [figure for figure in figures if figure.is_near and figure.is_given]
+    largest = max(abs(figure.error) for figure in near)
+    shown = [figures[0], *(f for f in figures[1:] if f not in near)]
+    counts = (
+        f"{len(near)} of {len(figures)} figures are within {100 * WITHIN:.0f} %; their largest "
+        f"error is {100 * largest:.1f} %. The first and all others:"
+    )
+    return "\n".join([counts, "", *lines, *map(_line, shown)])
 
 
 def _line(figure: Figure) -> str:
     verdict = "" if figure.is_near else f"more than {100 * WITHIN:.0f} %"
     if not figure.is_given:
-        verdict = "not given enough"
+        verdict = "too little given"
     error = f"{100 * figure.error:+.1f} %"
     numbers = f"{_number(figure.paper)} | {_number(figure.ours)}"
     return f"| {figure.what} | {numbers} | {error} | {verdict} |"
@@ -99,26 +110,3 @@ def _line(figure: Figure) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def as_json(outcomes: Sequence[Outcome]) -> str:
-    """Return every figure as JSON."""
-    found = [
-        {"of": each.paper.name, "table": table.title, "kind": kind, **_values(figure)}
-        for each in outcomes
-        for kind, tables in (("exact", each.exact), ("simulated", each.simulated))
-        for table in tables
-        for figure in table.figures
-    ]
-    lines = ",\n".join(json.dumps(each) for each in found)
-    return f"[\n{lines}\n]\n"
-
-
-def _values(figure: Figure) -> dict[str, Any]:
-    ours = float(f"{figure.ours:.6g}")
-    return {
-        "what": figure.what,
-        "paper": figure.paper,
-        "ours": ours,
-        "given_enough": figure.is_given,
-    }

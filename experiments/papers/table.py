@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
 
-WITHIN: Final = 0.10  # of a paper's figure that gives enough to go by
+WITHIN: Final = 0.10  # tolerance of simulated figures
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ THROUGHPUTS: Final = {
     "ZB-2p": (14.5, 14.8, 14.9, 4.32, 4.35, 4.39, 1.81, 1.83, 1.85, 0.99, 1.00, 1.00),
 }
 
-# Table 10: ZB-2p where all wait for one another before the optimizer's step, first m of each.
+# Table 10: ZB-2p with a synchronization before the optimizer's step, first m of each.
 SYNCHRONISED: Final = {0: 13.11, 3: 4.00, 6: 1.68, 9: 0.91}
 
 # Table 12: (column of SETUPS, m) -> samples a second and GPU of 1F1B and ZB-2p.
@@ -151,9 +151,9 @@ def bubble_sizes() -> Table:
     return Table(
         "Table 2: bubble sizes",
         "the formulas (p - 1)(F + B + W), (p - 1)(F + B - W), (p - 1)(F + B - 2W); ZB-V: 0",
-        "nothing; of ZB-H2 and ZB-V the time from a rank's first action to its last one, as theirs",
+        "nothing; for ZB-H2 and ZB-V, a rank's time from its first action to its last, as theirs",
         tuple(figures),
-        "ZB-H2 at F = B = W alone: at other times its warm-up is not what the formula takes it for",
+        "ZB-H2 only at F = B = W, because the formula does not hold for its warm-up otherwise",
     )
 
 
@@ -202,7 +202,7 @@ def bubble_rates() -> Table:
         "a chunk of interleaved 1F1B, one layer, takes an equal share of its stage",
         tuple(figures),
         "ZB-1p is ZB-H1 in the paper's table. ZB-2p, their search with twice the memory, is left "
-        "out: its rates of 0.1 % to 4 % say how good a search is, not how true a simulator",
+        "out: its rates of 0.1 % to 4 % measure the search, not the simulator",
     )
 
 
@@ -234,14 +234,14 @@ def throughputs() -> Table:
             took = _found(setup, m)[0] if name == "ZB-2p" else cost_ms(name, at)
             figures.append(Figure(f"{name}, {setup.name}", paper[at], _rate(setup, m, took)))
     return Table(
-        "Table 4: samples a second and GPU",
+        "Table 4: samples per second and GPU",
         "as for table 5, and the samples of a micro-batch",
-        "a step is its pipeline alone: the optimizer and all else take no time. ZB-1p is ZB-H1; "
-        "ZB-2p the better of ZB-H2 and our list scheduling within 2p micro-batches",
+        "a step is its pipeline; the optimizer and everything else is free. ZB-1p is ZB-H1, ZB-2p "
+        "the better of ZB-H2 and our list scheduling within 2p micro-batches",
         tuple(figures),
-        "interleaved 1F1B is too fast in ours, and so it is in the paper's own calculation: its "
-        "bubble rates (table 5) are as ours, its runs slower. The paper names the transfers: there "
-        "are as many times more of them as a stage has layers",
+        "interleaved 1F1B is too fast in ours, as in the paper's own calculation: its bubble rates "
+        "(table 5) equal ours, its runs are slower. The paper names the transfers, of which there "
+        "are as many times more as a stage has layers",
     )
 
 
@@ -254,13 +254,13 @@ def synchronised() -> Table:
         for m in [setup.microbatches]
     ]
     return Table(
-        "Table 10: ZB-2p with a synchronisation ahead of the optimizer, samples a second and GPU",
+        "Table 10: ZB-2p with a synchronization before the optimizer, samples per second and GPU",
         "as for table 4",
         "as for table 4; all ranks wait for the last one",
         tuple(figures),
-        "the order of ZB-2p is not given. Ours of 1.5B is ZB-H2's, with a bubble of 10.8 %, where "
-        "the paper's own search found one of 4.3 % (table 5). In ours all ranks begin and end "
-        "within the first one's span, so that waiting takes no time; in the paper's it takes 10 %",
+        "the order of ZB-2p is not given. For 1.5B, ours is ZB-H2 with a bubble of 10.8 %; the "
+        "paper's search found 4.3 % (table 5). In ours all ranks begin and end within the span of "
+        "the first one, so waiting is free; in the paper it takes 10 %",
     )
 
 
@@ -274,14 +274,14 @@ def small() -> Table:
         figures.append(Figure(f"1F1B, {what}", paper, _rate(setup, m, took)))
         figures.append(Figure(f"ZB-2p, {what}", paper_2p, _rate(setup, m, _found(setup, m)[0])))
     return Table(
-        "Table 12: few micro-batches, samples a second and GPU",
+        "Table 12: few micro-batches, samples per second and GPU",
         "as for table 4",
-        "as for table 4; F, B, W and transfers as profiled with the fewest micro-batches of table "
-        "9; of 1F1B the time until all have ended",
+        "as for table 4; F, B, W and transfers from the profile with the fewest micro-batches of "
+        "table 9; for 1F1B the time until all ranks have ended",
         tuple(figures),
-        "all of 14.6B is too fast in ours, 1F1B too, by 6 to 9 %, as in table 4: the time of the "
-        "optimizer and of all else is not given. The order of ZB-2p, which is not given either, "
-        "makes the rest of the error at m=16",
+        "14.6B is 6 to 9 % too fast in ours, 1F1B included, as in table 4, because the time of the "
+        "optimizer and everything else is not given. The rest of the error at m=16 is due to the "
+        "order of ZB-2p, which is not given either",
     )
 
 

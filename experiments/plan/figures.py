@@ -1,24 +1,27 @@
 """Errors of predictions, rank correlation, and noise of measurements."""
 
-import io
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median, quantiles
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments.plan.running import Result
 from gpipe_hpc.planner.report.columns import aligned
 from gpipe_hpc.units import bytes_text
 
-_LEAST = 3  # results of which an order can be told
+_LEAST = 3  # results that a correlation needs
 
 
 class Errors(NamedTuple):
-    """Of some layouts: errors as shares; the correlation is None of too few.
+    """Relative errors of some layouts; the correlation is None if there are too few.
 
-    `tensors_median`: of memory, without what a process takes beside tensors. `kept_median`: how
-    much more is taken where freed memory is kept. `replayed`: of runs planned by what they
-    measured themselves. `calibrated`: of what was planned by another run, None where nothing was.
+    Args:
+        num: number of layouts
+        ninth_tenth: 90th percentile of the error of time
+        tensors_median: error of memory without the part of the process that is not tensors
+        kept_median: additional memory if freed memory is kept
+        replayed: errors of plans with the calibration of the run itself
+        calibrated: errors of plans with the calibration of another run, or None
     """
 
     num: int
@@ -33,18 +36,11 @@ class Errors(NamedTuple):
 
 
 class ByRuns(NamedTuple):
-    """Of some layouts that were planned by runs: the median error, and as in `Errors`."""
+    """Median error and rank correlation of layouts that were planned with a calibration."""
 
     median: float
     correlation: float | None
     num: int
-
-
-def named(figures: Any) -> Any:
-    """Return figures by name, including nested ones."""
-    if not isinstance(figures, Errors | ByRuns | Noise):
-        return figures
-    return {name: named(each) for name, each in figures._asdict().items()}
 
 
 def done(results: Sequence[Result]) -> list[Result]:
@@ -86,7 +82,7 @@ def errors(results: Sequence[Result]) -> Errors | None:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Spearman's rank correlation: Pearson's of the ranks, equal ones sharing theirs."""
+    """Return Spearman's rank correlation; equal values share their mean rank."""
     one, other = _ranks(first), _ranks(second)
     mean = fmean(one)
     shared = sum((a - mean) * (b - mean) for a, b in zip(one, other, strict=True))
@@ -100,7 +96,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 class Noise(NamedTuple):
-    """Relative spread of repeated runs around their median, and of two plans around a run."""
+    """Median relative spread of repeated runs, and of two plans around a run."""
 
     runs: float
     plans: float
@@ -115,7 +111,7 @@ def noise(results: Sequence[Result]) -> Noise | None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a line for each layout."""
+    """Return one line per layout, with aligned columns."""
     memory = ["memory planned", "measured", "error", "of tensors", "kept"]
     rows = [["layout", "planned", "measured", "error", "replayed", "calibrated", *memory]]
     for each in results:
@@ -142,12 +138,9 @@ def table(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the errors where each rank has a core, where it has none of its own, and the noise.
-
-    Ranks on accelerators have these to themselves.
-    """
+    """Return the errors with and without a core for each rank, and the noise."""
     groups = {
-        _not_crowded(results): [e for e in results if not e.crowded],
+        "a core for each rank": [e for e in results if not e.crowded],
         "more ranks than cores (*)": [e for e in done(results) if e.crowded],
     }
     lines = []
@@ -168,14 +161,11 @@ def summary(results: Sequence[Result]) -> str:
                 )
     everything = errors(results)
     if everything is not None:
-        told = f"memory of all: error median {100 * everything.memory_median:.1f} %"
-        if any(each.process_bytes for each in results):
-            told += (
-                f" of the process, {100 * everything.tensors_median:.1f} % of what it takes beside "
-                "its start; where freed memory is kept, the default, it is "
-                f"{100 * everything.kept_median:.1f} % more"
-            )
-        lines.append(told)
+        lines.append(
+            f"memory: error median {100 * everything.memory_median:.1f} % of the process, "
+            f"{100 * everything.tensors_median:.1f} % of tensors; the default, which keeps freed "
+            f"memory, needs {100 * everything.kept_median:.1f} % more"
+        )
     floor = noise(results)
     if floor is not None:
         lines.append(
@@ -186,34 +176,5 @@ def summary(results: Sequence[Result]) -> str:
     return "\n".join([*lines, f"failed: {failed} of {len(results)} layouts"])
 
 
-def _not_crowded(results: Sequence[Result]) -> str:
-    """Say what ranks have to themselves. Of accelerators no process counts."""
-    return "a core for each rank" if any(e.process_bytes for e in results) else "a device for each"
-
-
 def _order_text(correlation: float | None) -> str:
     return "too few" if correlation is None else f"{correlation:.3f}"
-
-
-def draw(results: Sequence[Result]) -> str:
-    """Plot planned over measured seconds as SVG."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({"svg.hashsalt": "gpipe_hpc", "svg.fonttype": "none", "font.size": 9}):
-        figure: Any = Figure(figsize=(5.6, 5.2), layout="constrained")
-        axes = figure.subplots()
-        alone = _not_crowded(results)
-        for crowded, label in ((False, alone), (True, "more ranks than cores")):
-            own = [each for each in done(results) if each.crowded == crowded]
-            if not own:
-                continue
-            measured, planned = [e.measured_s for e in own], [e.predicted_s for e in own]
-            axes.plot(measured, planned, "os"[crowded], label=label, alpha=0.7)
-        ends = [e.measured_s for e in done(results)]
-        axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "k-", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="planned step, s")
-        axes.legend()
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines()) + "\n"

@@ -5,28 +5,26 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
-
-import torch
+from typing import Final, NamedTuple
 
 from experiments.plan.layouts import Planned
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import GpipeError
-from gpipe_hpc.plan import Plan, make_plan
+from gpipe_hpc.plan import make_plan
 
-# Steps at the start: they open connections and make buffers, and until the C library keeps enough
-# of what is freed, those that keep the most take a tenth longer.
+# First steps, which open connections and allocate buffers. Until the C library keeps enough freed
+# memory, steps of layouts with much memory take a tenth longer.
 _SKIPPED: Final = 12
-_SKIPPED_ON_ACCELERATOR: Final = 4
 _LIMIT_S: Final = 180
-# Of a run whose memory alone counts: its first step has all but the optimizer's state.
+# Steps of a run of which only the memory is measured; the optimizer's state exists from step 2.
 _FEW_STEPS: Final = 3
 _ROOT: Final = Path(__file__).parents[2]
 _COMMON: Final = (
+    "train.device=cpu",
+    "train.num_threads=1",
     "train.validate_every=0",
     "train.validate_batches=1",
     "checkpoint.every=0",
@@ -36,18 +34,19 @@ _COMMON: Final = (
 
 @dataclass(frozen=True)
 class Result:
-    """A layout as planned and as run: seconds of a step, bytes of the fullest rank's process.
+    """Planned and measured step times in seconds, and bytes of the fullest rank, of one layout.
 
-    `process_bytes`: of the planned ones, what a process takes beside tensors. `kept_bytes`: as
-    measured where freed memory is kept, which is the default; `measured_bytes` where it goes back
-    to the system. `plans_s`: each time it was planned. `calibrated_s`: planned by what a run of
-    another layout of the model on as many ranks has measured; None for that layout itself.
-    `runs_s`: the median step of each run. `replays_s`: of each run, planned by what that very run
-    has measured of its layers and all else. `crowded`: ranks outnumber cores. `failed`: why there
-    are no figures.
-
-    Of an accelerator the bytes are those of tensors, `process_bytes` is 0, and what torch keeps of
-    freed memory does not count.
+    Args:
+        plans_s: step time of each plan
+        runs_s: median step time of each run
+        process_bytes: part of `predicted_bytes` that is not tensors
+        measured_bytes: with train.keep_freed_memory=false
+        kept_bytes: measured with the default, which keeps freed memory
+        crowded: whether there are more ranks than cores
+        failed: reason if there are no results
+        calibrated_s: planned with the calibration of another layout of the same model and number
+            of ranks; None for that layout itself
+        replays_s: planned with the calibration of each run itself
     """
 
     name: str
@@ -85,12 +84,12 @@ class Result:
 
     @property
     def replayed_s(self) -> float:
-        """Return the median over its runs of what each is planned at by its own figures."""
+        """Return the median over runs of the step time planned with the run's own calibration."""
         return median(self.replays_s)
 
     @property
     def replayed_error(self) -> float:
-        """Return the median over its runs of how far that is off, to which costs add little."""
+        """Return the median over runs of the relative error of that plan."""
         pairs = zip(self.replays_s, self.runs_s, strict=True)
         return median(replay / run - 1 for replay, run in pairs)
 
@@ -111,74 +110,31 @@ class Result:
         return self.kept_bytes / self.measured_bytes - 1
 
 
-def save(path: Path, device: str, results: Sequence[Result], **beside: object) -> None:
-    """Write results, the device, and further entries as JSON."""
-    told = {"device": device, "results": [asdict(each) for each in results], **beside}
-    path.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
-
-
-def load(path: Path) -> tuple[str, list[Result]]:
-    """Return the device and the results written by `save`."""
-    told = json.loads(path.read_text("utf-8"))
-    rows: list[dict[str, Any]] = told["results"]
-    results = [Result(**{name: _tupled(value) for name, value in row.items()}) for row in rows]
-    return str(told["device"]), results
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 class FailedRunError(Exception):
-    """A run without results; the message is one line."""
+    """A run has no results; the message is one line."""
 
 
 class Bench(NamedTuple):
-    """Device, number of steps, and output folder of the runs."""
+    """Number of steps and output folder of the runs."""
 
-    device: str
     steps: int
     out: Path
 
-    @property
-    def is_accelerator(self) -> bool:
-        """Return whether ranks compute on an accelerator instead of CPU cores."""
-        return self.device != "cpu"
 
-    @property
-    def common(self) -> list[str]:
-        """Return the settings of all layouts."""
-        threads = [] if self.is_accelerator else ["train.num_threads=1"]
-        return [f"train.device={self.device}", *threads, *_COMMON]
-
-    @property
-    def num_skipped(self) -> int:
-        """Return the number of initial steps that are not counted."""
-        return _SKIPPED_ON_ACCELERATOR if self.is_accelerator else _SKIPPED
-
-    def plan(self, words: Sequence[str]) -> Plan:
-        """Plan with the given settings; the device is free for a run afterwards."""
-        plan = make_plan(compose_config(list(words)))
-        if self.is_accelerator:
-            torch.accelerator.empty_cache()
-        return plan
-
-
-def prices(bench: Bench, ranks: int, precision: str) -> Path:
+def prices(bench: Bench, ranks: int) -> Path:
     """Measure the overhead of a step beyond its layers on a number of ranks; return the file."""
-    folder = bench.out / f"overheads_{ranks}_{precision}"
+    folder = bench.out / f"overheads_{ranks}"
     folder.mkdir(parents=True, exist_ok=True)
     words = ("preflight.steps=true", f"preflight.out={folder / 'links.yaml'}")
     model = ("model=mlp", "data=synthetic_vectors", f"pipeline.stages={ranks}")
-    kind = (f"train.device={bench.device}", f"train.precision={precision}")
-    _launch(ranks, "gpipe_hpc.preflight", [*model, *words, *kind])
+    _launch(ranks, "gpipe_hpc.preflight", [*model, *words, "train.device=cpu"])
     return folder / "prices.yaml"
 
 
 class _Ran(NamedTuple):
-    """The median seconds of a step, and the most bytes of a rank's process.
+    """Median step time, and bytes of the fullest rank's process.
 
-    `replayed_s`: seconds as planned by what the run measured; 0 where that was not asked for.
+    `replayed_s` is the step time planned with the calibration of the run, or 0.
     """
 
     step_s: float
@@ -187,45 +143,39 @@ class _Ran(NamedTuple):
 
 
 def try_layout(bench: Bench, layout: Planned, prices_file: Path, num_runs: int) -> Result:
-    """Plan it and run it, so often, with the first plan's cut; what fails is told in the result.
+    """Plan a layout before and after each run; the runs use the partition of the first plan.
 
-    It is planned before and after each run: a machine that others use is not as fast all the time.
-    The first layout of a model on so many ranks leaves its calibration in `bench.out` for the
-    others with as large micro-batches.
+    The first layout of a model and number of ranks stores its calibration in `bench.out`, which the
+    others with equal micro-batches use. A failure is returned as `Result.failed`.
     """
-    name = f"{layout.model}_{layout.ranks}r_x{layout.replicas}_{layout.precision}.yaml"
-    calibration = bench.out / name
-    words = [*bench.common, *layout.words, *layout.beside]
+    calibration = bench.out / f"{layout.model}_{layout.ranks}r_x{layout.replicas}.yaml"
+    words = [*_COMMON, *layout.words]
     by = ["plan.costs=measured", f"plan.prices={prices_file}"]
     try:
-        plan = bench.plan([*words, *by])
+        plan = make_plan(compose_config([*words, *by]))
         counts = ",".join(map(str, plan.layout.partition.counts))
         words.append(f"pipeline.partition=[{counts}]")
         calibrated_s = _planned_by(calibration, words) if calibration.exists() else None
         plans, runs = [plan], []
         for _ in range(num_runs):
             runs.append(_run(bench, layout, words, calibration))
-            plans.append(bench.plan([*words, *by]))
-        kept_bytes = least_bytes = max(each.most_bytes for each in runs)
-        if not bench.is_accelerator:
-            frugal = [*words, "train.keep_freed_memory=false"]
-            few = bench._replace(steps=_FEW_STEPS)
-            least_bytes = _run(few, layout, frugal, None).most_bytes
+            plans.append(make_plan(compose_config([*words, *by])))
+        frugal = [*words, "train.keep_freed_memory=false"]
+        few = bench._replace(steps=_FEW_STEPS)
+        least_bytes = _run(few, layout, frugal, None).most_bytes
     except (GpipeError, FailedRunError) as error:
         return Result(layout.name, failed=str(error).splitlines()[0])
     expected = [each.step for each in plans if each.step is not None]
     assert len(expected) == len(plans), "plan.costs=measured gives seconds"
     step = expected[0]
-    beside_bytes = plan.forecast.ranks[0].process_bytes
-    most_bytes = max(rank.total_bytes for rank in plan.forecast.ranks)
     return Result(
         layout.name,
         tuple(each.total_s for each in expected),
         tuple(each.step_s for each in runs),
-        most_bytes - beside_bytes * bench.is_accelerator,
-        beside_bytes * (not bench.is_accelerator),
+        max(rank.total_bytes for rank in plan.forecast.ranks),
+        plan.forecast.ranks[0].process_bytes,
         least_bytes,
-        kept_bytes,
+        max(each.most_bytes for each in runs),
         crowded=step.crowd is not None,
         parts=step.text().splitlines()[0].partition("(")[2].rstrip(")"),
         calibrated_s=calibrated_s,
@@ -240,12 +190,12 @@ def _planned_by(calibration: Path, words: list[str]) -> float:
 
 
 def _run(bench: Bench, layout: Planned, words: list[str], calibration: Path | None) -> _Ran:
-    """Run it. `calibration`: where what it measured is kept, unless something is there.
+    """Train a layout; store the run's calibration in `calibration` if that file does not exist.
 
-    Without that its memory alone counts.
+    If `calibration` is None, only the memory is measured.
     """
     folder = bench.out / layout.name
-    num_skipped = 0 if calibration is None else bench.num_skipped
+    num_skipped = 0 if calibration is None else _SKIPPED
     shutil.rmtree(folder, ignore_errors=True)
     asked = [*words, f"train.steps={bench.steps + num_skipped}", f"run.dir={folder}"]
     _launch(layout.ranks, "gpipe_hpc.train", asked)

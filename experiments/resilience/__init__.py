@@ -1,1 +1,1 @@
-"""Simulated goodput of a job of 1,000 ranks with failing hosts."""
+"""Simulated step times of pipelines with missing ranks."""

@@ -1,8 +1,6 @@
-"""The sweeps of experiments/characterisation: rounds are interleaved and told with a spread."""
+"""The sweeps of experiments/characterisation: interleaved rounds, and a spread in each row."""
 
-import xml.etree.ElementTree as ET
-
-from experiments.characterisation.__main__ import MODEL, on_file, page, picture
+from experiments.characterisation.__main__ import MODEL, on_file, page
 from experiments.characterisation.measuring import measure_all, table
 from experiments.characterisation.sweeps import sweeps
 from gpipe_hpc.bench.figures import PointResult
@@ -37,12 +35,7 @@ def test_rounds_go_over_all_points_in_turn(capsys):
     assert lines[2].split("|")[3].strip() == "2" and lines[2].endswith("| 1.00 |")
     assert lines[-1] == "| 4 threads | none: exit code 1, no / cores | 0 | | | |"
     told = page([first, second], found, ["machine", "another"])
-    assert told.count("## ") == 2 and "another\n\n![Threads" in told
-    drawn = picture(second, found[1])
-    assert ET.fromstring(drawn) is not None and "4 threads" not in drawn
-    assert "prefers-color-scheme:dark" in drawn
-    low, middle, high = found[0][0].samples_per_s_range
-    assert (low, high) == (4 / (1 + len(names)), 4) and low < middle < high
+    assert told.count("## ") == 2 and "another\n\n| | ms a step" in told
     assert "round 2/2, 1 threads" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""The simulation of experiments/scale: what its rows say, on a cluster and a model in little."""
+"""The simulation of experiments/scale: its rows on a small cluster and a small model."""
 
 import json
 import subprocess
@@ -11,7 +11,6 @@ import pytest
 from experiments.scale.simulation.__main__ import HERE, table_of
 from experiments.scale.simulation.jobs import DEEPER, WIDER, simulated
 from experiments.scale.simulation.model import Work
-from experiments.scale.simulation.plot import draw
 from gpipe_hpc.planner.cluster_file import read_cluster
 from gpipe_hpc.schedule import Cluster, Costs, Link
 
@@ -42,7 +41,6 @@ def test_a_row_is_held_against_all_ranks_event_by_event(schedule, stages):
     assert 0 < even.reduction_share < 1
     text = table_of([even, slow])
     assert "| 4 x 3 |" in text and f"| {slow.step_s:.2f} |" in text
-    assert draw([even, slow]).count('<g id="axes_') == 4
 
 
 def test_the_described_cluster_has_the_ranks_that_are_simulated():
@@ -53,10 +51,9 @@ def test_the_described_cluster_has_the_ranks_that_are_simulated():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_command_writes_rows_table_and_pictures(tmp_path):
+def test_the_command_writes_rows_and_table(tmp_path):
     command = [sys.executable, "-m", "experiments.scale.simulation", "--most-ranks", "10"]
     subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=280)
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert len(rows) == 12 and all(row["step_s"] > 1 for row in rows)
     assert (tmp_path / "table.md").read_text().count("\n") == 8
-    assert (tmp_path / "wider.svg").exists() and (tmp_path / "deeper.svg").exists()

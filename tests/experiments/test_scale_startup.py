@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from experiments.scale.startup.rank_0 import DEVICES, StartCosts, measure, others_say
+from experiments.scale.startup.rank_0 import DEVICES, RankCosts, measure, others_say
 from experiments.scale.startup.session import Part, measure_session
 from experiments.scale.startup.simulated import join, no_counts
 from gpipe_hpc.comm.net.pickling import dumps
@@ -29,7 +29,7 @@ from gpipe_hpc.trainer.start.layout_choice import with_layout
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def found(request) -> dict[int, StartCosts]:
+def found(request) -> dict[int, RankCosts]:
     """Return rank 0 of worlds of several sizes, which does more than any other rank."""
     return {size: measured_apart(size, request.param) for size in (64, 512, 4096)}
 
@@ -47,7 +47,7 @@ def sharded() -> dict[int, dict[str, Part]]:
     return {size: apart(measure_session, size, 4, *settings) for size in (64, 512, 4096)}
 
 
-def measured_apart(size: int, kind: str) -> StartCosts:
+def measured_apart(size: int, kind: str) -> RankCosts:
     return apart(measure, size, 4, kind)
 
 
@@ -97,20 +97,20 @@ def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, eac
 
 
 MOST = {
-    "comparing the settings": Part(3, 0, 8500, 0, 3, 0, 0, 0, 8500),
-    "opening the copies": Part(8, 0, 500, 0, 10, 2, 0, 0, 500),
+    "compare the settings": Part(3, 0, 8500, 0, 3, 0, 0, 0, 8500),
+    "open the copies": Part(8, 0, 500, 0, 10, 2, 0, 0, 500),
     # With the agreement on whether anything is trained (`opening._refuse_frozen`).
-    "opening the session": Part(42, 14, 7000, 7500, 50, 42, 0, 0, 13000),
-    "looking before the run": Part(12, 0, 2500, 0, 3, 0, 0, 0, 2500),
-    "copying to a neighbour": Part(9, 0, 60, 0, 3, 0, 2, 4000, 60),
+    "open the session": Part(42, 14, 7000, 7500, 50, 42, 0, 0, 13000),
+    "check before the run": Part(12, 0, 2500, 0, 3, 0, 0, 0, 2500),
+    "copy to a neighbour": Part(9, 0, 60, 0, 3, 0, 2, 4000, 60),
 }
 """In a world of 64; a few keys are those of the watcher, which come when they come."""
 EACH_LEVEL = {
-    "comparing the settings": Part(2, 0, 6000, 0, 3, 0, 0, 0, 6000),
-    "opening the copies": Part(5, 0, 350, 0, 3, 0, 0, 0, 350),
-    "opening the session": Part(26, 6, 4400, 2600, 30, 22, 0, 0, 7500),
-    "looking before the run": Part(8, 0, 1500, 0, 3, 0, 0, 0, 1500),
-    "copying to a neighbour": Part(6, 0, 40, 0, 3, 0, 0, 128, 40),
+    "compare the settings": Part(2, 0, 6000, 0, 3, 0, 0, 0, 6000),
+    "open the copies": Part(5, 0, 350, 0, 3, 0, 0, 0, 350),
+    "open the session": Part(26, 6, 4400, 2600, 30, 22, 0, 0, 7500),
+    "check before the run": Part(8, 0, 1500, 0, 3, 0, 0, 0, 1500),
+    "copy to a neighbour": Part(6, 0, 40, 0, 3, 0, 0, 128, 40),
 }
 """More for eight times as many ranks."""
 
@@ -127,7 +127,7 @@ def test_what_opening_a_run_takes_grows_with_the_levels(opened, part):
 
 def test_what_copies_hear_of_shards_to_save_them_grows_with_the_levels(sharded):
     """Each heard which parts of parameters every other copy of its stage holds: 1.4 MB at 4,096."""
-    small, *_ = found = [each["saving a checkpoint"] for each in sharded.values()]
+    small, *_ = found = [each["save a checkpoint"] for each in sharded.values()]
     assert small.of_groups <= 25 and small.heard_bytes <= 1900
     for less, more in itertools.pairwise(found):
         assert more.of_groups - less.of_groups <= 21
@@ -138,12 +138,12 @@ def test_what_copies_hear_of_shards_to_save_them_grows_with_the_levels(sharded):
 def test_rank_0_hears_a_few_bytes_of_each_rank_to_save(opened):
     """It heard all names of each: of a stage with twelve blocks of a GPT 26 kB, 107 MB at 4,096."""
     for size, parts in opened.items():
-        assert parts["saving a checkpoint"].bytes_of_groups <= 8000 + 32 * size
+        assert parts["save a checkpoint"].bytes_of_groups <= 8000 + 32 * size
 
 
 def test_what_ranks_hear_of_paces_grows_with_the_levels(sharded):
     """Each heard of the pace of every other: 37 kB at 4,096."""
-    small, *_ = found = [each["opening the session"].heard_bytes for each in sharded.values()]
+    small, *_ = found = [each["open the session"].heard_bytes for each in sharded.values()]
     assert small <= 13_500
     assert all(more - less <= 7500 for less, more in itertools.pairwise(found))
 
@@ -222,7 +222,7 @@ def test_real_ranks_start_and_tell_what_they_keep_open(repository, tmp_path):
 _FEW = """
 import sys
 from experiments.scale.startup import __main__ as command
-command.PLAYED = (64,)
+command.SIMULATED = (64,)
 sys.argv = ["startup", "--most-ranks", "4", "--out", sys.argv[1]]
 command.main()
 """

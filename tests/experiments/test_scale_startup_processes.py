@@ -105,7 +105,7 @@ def is_socket(number):
 
 @pytest.mark.slow
 def test_real_ranks_start_with_what_their_levels_need(processes, tmp_path):
-    """Only played ranks were counted, whose groups asked the store for nothing."""
+    """Only simulated ranks were counted, whose groups asked the store for nothing."""
     found = {}
     for size in (4, 8, 16):
         folder = tmp_path / str(size)

@@ -1,14 +1,13 @@
 """The experiment over a slow link: its rows, its table, and a short form of it for real."""
 
 import json
-import xml.etree.ElementTree as ET
 
 import pytest
 
 from experiments.outer.slow_link.__main__ import measured, parsed, write
-from experiments.outer.slow_link.report import picture, seconds_to, table
+from experiments.outer.slow_link.report import seconds_to, table
 from experiments.outer.slow_link.rows import BASE, COMMON, LAYOUTS, METHODS, ROWS
-from experiments.outer.slow_link.running import Found
+from experiments.outer.slow_link.running import RowResult
 from gpipe_hpc.config import check_config, compose_config
 from tests.support import patience
 
@@ -26,7 +25,7 @@ def test_rows_have_names_of_their_own():
 
 
 def found(name, validation, *, steps=100, seconds=50.0, there=10_000_000, back=4_000_000):
-    return Found(
+    return RowResult(
         name=name,
         steps=steps,
         seconds=seconds,
@@ -58,14 +57,6 @@ def test_the_table_times_rows_to_the_base_rows_last_loss():
 def test_a_loss_counts_as_reached_when_it_is_validated():
     assert seconds_to([(1.0, 3.0), (2.0, 2.0)], 2.5) == 2.0
     assert seconds_to([(1.0, 3.0)], 2.5) is None
-
-
-def test_the_picture_has_both_panels():
-    rows = {name: found(name, [(1.0, 4.0), (9.0, 3.0)]) for name in (BASE, "stages")}
-    text = picture(rows, "title")
-    ET.fromstring(text)
-    for words in ("ways to combine", "ways to lay out", BASE, "stages"):
-        assert words in text
 
 
 # A model of some 60 kB, on which a step takes a moment.

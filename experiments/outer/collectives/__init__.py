@@ -1,1 +1,1 @@
-"""Algorithms of collectives, their costs, and what libraries make of them: see README.md."""
+"""Algorithms of collectives, their closed forms, and models of libraries; see README.md."""

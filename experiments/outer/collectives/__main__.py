@@ -1,13 +1,12 @@
-"""Compare algorithms of collectives, and what libraries make of them.
+"""Compare algorithms of collectives, and models of the all-reduce of libraries.
 
     python -m experiments.outer.collectives measure
-    python -m experiments.outer.collectives broadcast
     python -m experiments.outer.collectives predict --ranks 16,64 --latency 5e-6 --bandwidth 10e9
     python -m experiments.outer.collectives point_to_point
     python -m experiments.outer.collectives profiles
     python -m experiments.outer.collectives ladder
 
-Each has --help. README.md says what they gave.
+Each has --help. README.md has the results.
 """
 
 import argparse
@@ -24,45 +23,40 @@ Command = tuple[
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
         "measure": (
-            "time all algorithms on this machine, fit the link, and mark crossovers",
+            "time all algorithms on this machine and fit the link",
             comparing.add_measure_options,
             comparing.measure,
         ),
-        "broadcast": (
-            "the same for broadcasts alone",
-            comparing.add_broadcast_options,
-            comparing.measure,
-        ),
         "predict": (
-            "closed forms and crossovers over a link that you name; nothing is measured",
+            "closed forms and crossovers over a given link; nothing is measured",
             comparing.add_predict_options,
             comparing.predict,
         ),
         "point_to_point": (
-            "latency and bandwidth between two processes, staged against direct",
-            point_to_point.add_command_options,
+            "latency and bandwidth between two processes, staged and direct",
+            point_to_point.add_options,
             point_to_point.run,
         ),
         "profiles": (
-            "what libraries make of an all-reduce: models with their sources, not measurements",
+            "models of the all-reduce of seven libraries; nothing is measured",
             profiles.add_options,
             profiles.run,
         ),
         "ladder": (
-            "S-Caffe's blocking and overlapped designs, simulated beside a measured run",
+            "S-Caffe's blocking and overlapped designs, simulated and measured",
             ladder.add_command_options,
             ladder.run,
         ),
     }
 )
-"""By name: what it does, its options, and how it runs."""
+"""Description, options and function of each command."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.outer.collectives",
-        description="Compare algorithms of collectives, and what libraries make of them.",
+        description="Compare algorithms of collectives.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (what, add_options, _) in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""The commands that compare algorithms: measured on this machine, or by closed forms alone."""
+"""The commands `measure` and `predict`: algorithms as measured here, and by closed forms."""
 
 import argparse
 import json
@@ -8,15 +8,13 @@ from typing import Final
 from experiments.outer.collectives import measuring
 from experiments.outer.collectives.costs import FORMS, Link
 from experiments.outer.collectives.figures import (
-    Found,
+    Measurement,
     advice,
-    crossover_lines,
     markdown,
     size_text,
     table,
 )
 from experiments.outer.collectives.lists import names_of, numbers
-from experiments.outer.collectives.plot import draw, draw_predicted
 from experiments.outer.collectives.running import run_ranks
 from experiments.outer.collectives.tuning import crossovers, predicted
 
@@ -30,31 +28,24 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=numbers(2), default=[2, 4], metavar="N,...")
     parser.add_argument("--backend", default="gloo", help="gloo (default), mpi, nccl")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for each number of ranks")
-    parser.add_argument("--out", type=Path, help="folder for times.json, table.md, times.svg")
-
-
-def add_broadcast_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `broadcast`: those of `measure`, with four ranks."""
-    add_measure_options(parser)
-    parser.set_defaults(collectives=["broadcast"], ranks=[4])
+    parser.add_argument("--out", type=Path, help="folder for times.json and table.md")
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Time each number of ranks in processes of its own; print and keep what was found."""
+    """Time each number of ranks in its own processes; print and store the results."""
     found = []
     for ranks in args.ranks:
         print(f"collectives: {ranks} ranks", flush=True)
         words = measuring.as_words(args)
         read = run_ranks(_MODULE, ranks, words, backend=args.backend, limit_s=args.limit_s)
-        found.append(Found.of(read))
-    text = f"{table(found)}\n\n{advice(found)}\n\nCrossovers of ours:\n\n{crossover_lines(found)}\n"
+        found.append(Measurement.of(read))
+    text = f"{table(found)}\n\n{advice(found)}\n"
     print(text)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         kept = json.dumps([each.as_json() for each in found], indent=1)
         (args.out / "times.json").write_text(kept + "\n", encoding="utf-8")
         (args.out / "table.md").write_text(text, encoding="utf-8")
-        draw(found, args.out / "times.svg")
 
 
 def add_predict_options(parser: argparse.ArgumentParser) -> None:
@@ -62,15 +53,14 @@ def add_predict_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--collectives", type=names_of(FORMS), default=["all_reduce", "broadcast"])
     add("--ranks", type=numbers(2), default=[16, 64], metavar="N,...")
-    add("--group", type=int, default=8, help="ranks that count as one host, for two levels")
-    add("--latency", type=float, default=5e-6, help="alpha: seconds of a message of no bytes")
-    add("--bandwidth", type=float, default=10e9, help="1 / beta: bytes a second")
-    add("--adding", type=float, default=0.0, help="gamma: seconds for each byte that is added")
-    add("--out", type=Path, help="file for the picture, as forms.svg")
+    add("--group", type=int, default=8, help="ranks per host, for algorithms with two levels")
+    add("--latency", type=float, default=5e-6, help="alpha: seconds of an empty message")
+    add("--bandwidth", type=float, default=10e9, help="1 / beta: bytes per second")
+    add("--adding", type=float, default=0.0, help="gamma: seconds to add one byte")
 
 
 def predict(args: argparse.Namespace) -> None:
-    """Print the fastest algorithm of each size and the crossovers."""
+    """Print the closed forms for each size, and the sizes from which another algorithm is best."""
     link = Link(args.latency, 1 / args.bandwidth, args.adding)
     sizes = [_LEAST * 4**power for power in range(11)]
     for collective in args.collectives:
@@ -83,5 +73,3 @@ def predict(args: argparse.Namespace) -> None:
             print(markdown(["algorithm", *map(size_text, sizes)], rows))
             for cross in crossovers(collective, link, ranks, (_LEAST, _MOST), g=args.group):
                 print(f"- from {size_text(cross.num_bytes)} on: {cross.after}")
-    if args.out is not None:
-        draw_predicted(args.collectives, args.ranks, link, args.group, sizes, args.out)

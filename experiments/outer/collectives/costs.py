@@ -1,12 +1,12 @@
-"""What each algorithm takes, in closed form: the alpha-beta-gamma model with one port.
+"""Closed forms of the algorithms in the alpha-beta-gamma model with one port.
 
 A rank sends one message at a time and receives one at a time, both at once. A message of b bytes
 takes alpha + b beta; adding b bytes takes b gamma. The forms are those of MPICH's and MVAPICH's
-sources. Upper bounds are: with a number of ranks that is no power of two, those of halving and
-doubling over shards; those of pipelined trees with branches.
+sources. They are upper bounds for halving and doubling over shards if the number of ranks is not a
+power of two, and for pipelined trees with branches.
 
-Legend: n ranks, B bytes of the vector, C bytes of a block, g ranks of a host (of the two-level
-ones); p the greatest power of two within n, h the number of hosts.
+Legend: n ranks, B bytes of the vector, C bytes of a block, g ranks per host, p the largest power of
+two up to n, h the number of hosts.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,30 +20,30 @@ from experiments.outer.collectives.trees import Tree, double_binary_trees, two_l
 
 
 class Terms(NamedTuple):
-    """How often each unit of cost is paid along the longest way through an algorithm."""
+    """Multiples of alpha, beta and gamma along the critical path of an algorithm."""
 
     messages: float = 0.0  # times alpha
     moved_bytes: float = 0.0  # times beta
     added_bytes: float = 0.0  # times gamma
 
     def plus(self, other: "Terms") -> "Terms":
-        """Return both, one after the other."""
+        """Return the sum of both: one algorithm after the other."""
         return Terms(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, number: float) -> "Terms":
-        """Return this so many times."""
+        """Return a multiple of the terms."""
         return Terms(*(number * each for each in self))
 
 
 class Link(NamedTuple):
-    """What connects ranks: alpha in seconds, beta and gamma in seconds a byte."""
+    """Alpha in seconds; beta and gamma in seconds per byte."""
 
     start_s: float
     byte_s: float
     add_s: float = 0.0
 
     def seconds(self, terms: Terms) -> float:
-        """Return what terms take."""
+        """Return the time of the terms over this link."""
         start_s, byte_s, add_s = self
         return start_s * terms.messages + byte_s * terms.moved_bytes + add_s * terms.added_bytes
 
@@ -58,12 +58,12 @@ def _rounds(n: int) -> int:
 
 
 def _kept(n: int) -> int:
-    """Return p."""
+    """Return p, the largest power of two up to n."""
     return 1 << (n.bit_length() - 1)
 
 
 def _hosts(n: int, g: int) -> int:
-    """Return h."""
+    """Return h, the number of hosts."""
     return ceil(n / g)
 
 
@@ -88,7 +88,7 @@ def _tree(n: int, b: float, c: float, g: int) -> Terms:
 
 
 def _chain(n: int, b: float, c: float, g: int) -> Terms:
-    """Return m+2n-3 steps, in m-1 of which a port within the chain carries two messages."""
+    """Return m+2n-3 steps for m blocks; in m-1 of them a port within the chain has two messages."""
     m = ceil(b / c)
     if n == 1 or m == 0:
         return Terms()
@@ -97,10 +97,10 @@ def _chain(n: int, b: float, c: float, g: int) -> Terms:
 
 
 def _double_binary_tree(n: int, b: float, c: float, g: int) -> Terms:
-    """Return 2 B beta, a start-up for each message, and a fill of some 4 log2(n) messages.
+    """Return 2 B beta, one start-up per message, and a fill of about 4 log2(n) messages.
 
-    Half the vector goes along each tree. Of each block, a rank that has children in one tree and is
-    a leaf of the other carries four messages each way: one up and two down, and one up.
+    Half of the vector uses each tree. For each block, a rank that has children in one tree and is a
+    leaf of the other sends and receives four messages: one up and two down, and one up.
     """
     m = ceil(b / 2 / c)
     if n == 1 or m == 0:
@@ -115,9 +115,9 @@ def _double_binary_tree(n: int, b: float, c: float, g: int) -> Terms:
 
 
 def _hierarchical(n: int, b: float, c: float, g: int) -> Terms:
-    """Reduce-scatter inside hosts, an all-reduce of each shard between them, all-gather inside.
+    """Return a reduce-scatter within hosts, an all-reduce per shard between them, an all-gather.
 
-    There are as many shards as the host with the fewest ranks has.
+    There are as many shards as the host with the fewest ranks has ranks.
     """
     h = _hosts(n, g)
     largest, shards = min(n, g), n - (h - 1) * g
@@ -153,12 +153,12 @@ def _chain_broadcast(n: int, b: float, c: float, g: int) -> Terms:
 
 
 def _binomials(n: int, b: float, c: float, g: int) -> Terms:
-    """Return a binomial tree of the leaders, then one inside each host."""
+    """Return a binomial tree of the leaders, then one within each host."""
     return _binomial(_hosts(n, g), b, c, g).plus(_binomial(min(n, g), b, c, g))
 
 
 def _along(tree: Tree, b: float, c: float) -> Terms:
-    """Return the first block to the deepest rank, then a block each time the widest is through."""
+    """Return the fill up to the deepest rank, then one block per turn of the widest rank."""
     m = ceil(b / c)
     if len(tree.parents) == 1 or m == 0:
         return Terms()
@@ -175,7 +175,7 @@ def _nccl_hierarchical(n: int, b: float, c: float, g: int) -> Terms:
 
 
 def _adding(form: Form) -> Form:
-    """Return the form of a reduce along the tree of a broadcast: what moves is added."""
+    """Return the form of a reduce along the tree of a broadcast, in which all bytes are added."""
 
     def reduce(n: int, b: float, c: float, g: int) -> Terms:
         messages, moved_bytes, _ = form(n, b, c, g)
@@ -196,7 +196,7 @@ def _ring_reduce_scatter(n: int, b: float, c: float, g: int) -> Terms:
 def _halving(n: int, b: float, c: float, g: int) -> Terms:
     if n == _kept(n):
         return Terms(_rounds(n), b * (n - 1) / n, b * (n - 1) / n)
-    core = 2 * b * (_kept(n) - 1) / n  # of spans of two shards at most
+    core = 2 * b * (_kept(n) - 1) / n  # of spans of at most two shards
     return Terms(_kept(n).bit_length() + 1, b + core + b / n, b + core)
 
 
@@ -210,7 +210,7 @@ def _doubling(n: int, b: float, c: float, g: int) -> Terms:
     return Terms(_kept(n).bit_length() + 2, b + 2 * b * (_kept(n) - 1) / n)
 
 
-# The sums in the order of ranks cost what a ring costs: as many messages, as long.
+# Sums in the order of ranks cost as much as a ring: equal messages.
 FORMS: Final[Mapping[str, Mapping[str, Form]]] = MappingProxyType(
     {
         "all_reduce": MappingProxyType(
@@ -266,10 +266,10 @@ PIPELINED: Final = frozenset(
 def best_block_bytes(
     collective: str, algorithm: str, link: Link, n: int, num_bytes: int, g: int = 1
 ) -> int:
-    """Return the C with which a pipeline is fastest: a start-up for each block against the fill.
+    """Return the block size C with which a pipeline is fastest.
 
-    The root of what is paid for each block over what is paid for each step of the fill. Of a
-    broadcast along a chain: C* = sqrt(B alpha / ((n-2) beta)).
+    It balances the start-up of each block against the fill. For a broadcast along a chain: C* =
+    sqrt(B alpha / ((n-2) beta)).
     """
     if num_bytes < 1:
         return 1
@@ -277,18 +277,18 @@ def best_block_bytes(
     def seconds(num_blocks: float) -> float:
         return link.seconds(FORMS[collective][algorithm](n, num_bytes, num_bytes / num_blocks, g))
 
-    # In the number of blocks m, seconds are a m + b + c / m: three points give a and c.
+    # The time is a m + b + c / m for m blocks; three points give a and c.
     at = [seconds(m) for m in (4, 8, 16)]
     c = (at[2] - at[1] - 2 * (at[1] - at[0])) * 16 / 3
     a = ((at[1] - at[0]) + c / 8) / 4
-    # Blocks of start-ups that cost nothing are as small as they can be.
+    # If start-ups are free, blocks are as small as possible.
     best = 1.0 if c <= 0 else sqrt(c / a) if a > 0 else float(num_bytes)
     whole = (1, 2, floor(best), floor(best) + 1)
     return ceil(num_bytes / min((m for m in whole if 1 <= m <= num_bytes), key=seconds))
 
 
 def bus_factor(collective: str, n: int) -> float:
-    """Return bus bandwidth over algorithm bandwidth, as nccl-tests define them."""
+    """Return the ratio of bus bandwidth and algorithm bandwidth as nccl-tests define it."""
     if collective in ("broadcast", "reduce"):
         return 1.0
     return (2 if collective == "all_reduce" else 1) * (n - 1) / n

@@ -1,7 +1,7 @@
-"""A link's alpha, beta and gamma from measured times.
+"""Fit alpha, beta and gamma of a link to measured times.
 
-Closed forms are linear in the three, so this is least squares; of relative errors, as times span
-orders of magnitude; none of the three below zero; and points far from the rest weigh little.
+Closed forms are linear in the three. The fit is non-negative least squares of relative errors,
+because times span orders of magnitude; outliers get small weights.
 """
 
 from collections.abc import Sequence
@@ -17,29 +17,29 @@ _LEAST_SCALE: Final = 1e-9
 
 
 class Sample(NamedTuple):
-    """What an algorithm took over a vector."""
+    """The terms of an algorithm and its measured time."""
 
     terms: Terms
     seconds: float
 
 
 class Fit(NamedTuple):
-    """A link, and how well it tells the samples: the median of relative errors."""
+    """A link, and the median relative error of the samples."""
 
     link: Link
     error: float
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Return the link that tells the samples best.
+    """Return the link that fits the samples best.
 
-    Relative errors are weighted as by Cauchy's loss at the scale of their median, round after
-    round. Needs at least one sample with a time above zero.
+    Weights follow Cauchy's loss at the scale of the median error, iterated. Needs at least one
+    sample with a time above zero.
     """
     measured = [sample for sample in samples if sample.seconds > 0]
     assert measured, "nothing was measured"
     seconds = torch.tensor([sample.seconds for sample in measured], dtype=torch.float64)
-    # Each row says what share of the time each unit makes: the right side is all ones.
+    # Each row is the terms divided by the time, so the right-hand side is all ones.
     rows = torch.tensor([sample.terms for sample in measured], dtype=torch.float64)
     rows = rows / seconds[:, None]
     weights = torch.ones_like(seconds)
@@ -52,7 +52,7 @@ def fit(samples: Sequence[Sample]) -> Fit:
 
 
 def _non_negative(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the best units, none negative: the best of those subsets that are alone above zero."""
+    """Return the best units without negative ones, by trying all subsets of positive units."""
     best, least = torch.zeros(rows.shape[1], dtype=rows.dtype), float("inf")
     roots = weights.sqrt()
     scales = rows.abs().amax(0).clamp(min=1e-300)  # units differ by ten orders of magnitude

@@ -1,6 +1,6 @@
 """Recursive doubling: exchanges with partners at distances 1, 2, 4, ...
 
-With n no power of two, the first ranks are folded into pairs, as in the package's halving.
+If n is not a power of two, the first ranks are folded into pairs, as in the package's halving.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def recursive_doubling_all_reduce(place: PlanPosition, count: int) -> Plan:
 
 
 def doubling_all_gather(place: PlanPosition, counts: Sequence[int]) -> Plan:
-    """Give every rank all shards: exchange what there is with partners ever farther."""
+    """Gather all shards by exchanging the known ones with partners at doubling distances."""
     n, i = place
     fold = Fold(n)
     spans, core = spans_of(counts), doubling(fold, i, reduced_spans(fold, counts))
@@ -48,7 +48,7 @@ def doubling_all_gather(place: PlanPosition, counts: Sequence[int]) -> Plan:
 def scatter_doubling_broadcast(place: PlanPosition, root: int, count: int) -> Plan:
     """Scatter shards along a binomial tree, then gather them by doubling.
 
-    MPICH's and MVAPICH's broadcast of middle sizes.
+    MPICH and MVAPICH broadcast medium sizes in this way.
     """
     size, i = place.size, (place.position - root) % place.size
     counts = even_counts(count, size)

@@ -1,15 +1,15 @@
-"""S-Caffe's ladder: blocking, the broadcast overlapped, and the reduction overlapped as well.
+"""S-Caffe's ladder: blocking, overlapped broadcast, and overlapped reduction.
 
-Awan et al., S-Caffe, PPoPP 2017. In a step the root's parameters go to all ranks, each computes its
-gradients, their sum goes to the root, which updates. The three designs differ in when:
+Awan et al., S-Caffe, PPoPP 2017. In a step the root's parameters are broadcast, each rank computes
+its gradients, their sum is reduced to the root, and the root updates. The three designs:
 
     blocking     all parameters at once, then compute, then all gradients at once (SC-B)
-    broadcast    each layer's forward waits for its own parameters alone (SC-OB)
-    both         ... and each layer's gradients leave as soon as they are there (SC-OBR)
+    broadcast    each layer's forward waits for its own parameters only (SC-OB)
+    both         each layer's gradients are also reduced as soon as they exist (SC-OBR)
 
-The simulator plays each on one rank with a stage for each layer. The measured run does the same
-over the backend, with layers that sleep for as long as a device would compute: so the processor is
-free for what travels, as it is beside a GPU.
+The simulator runs each design on one rank with a stage per layer. The measured run uses the backend
+and layers that sleep for the compute time of a device, so that the processor is free for
+communication, as next to a GPU.
 """
 
 import argparse
@@ -43,27 +43,17 @@ from gpipe_hpc.schedule import (
 )
 from gpipe_hpc.schedule.passes.gathers import add_gathers
 from gpipe_hpc.schedule.passes.lowering import lower
-from gpipe_hpc.visualize.colours import BESIDE, Hue
-from gpipe_hpc.visualize.layout import layout
-from gpipe_hpc.visualize.svg import render_svg
 
 DESIGNS: Final[Mapping[str, tuple[bool, bool]]] = MappingProxyType(
     {"blocking": (False, False), "broadcast": (True, False), "both": (True, True)}
 )
-"""Whether the broadcast goes layer by layer, and whether the reduction does."""
+"""For each design: whether the broadcast is per layer, and whether the reduction is."""
 _MODULE: Final = "experiments.outer.collectives.ladder"
-_HUES: Final = MappingProxyType(
-    {
-        **BESIDE,
-        Op.UNSHARD: Hue("broadcast from the root", "#b0569e", "#b0569e"),
-        Op.REDUCE_GRAD: Hue("reduction to the root", "#8a8a94", "#8a8a94"),
-    }
-)
 _LR: Final = 0.1
 
 
 class Layers(NamedTuple):
-    """What each layer costs, in seconds, first layer first; and what all take as one buffer."""
+    """Seconds of each layer, first layer first, and of collectives over all layers at once."""
 
     forward_s: list[float]
     backward_s: list[float]
@@ -77,17 +67,17 @@ class Layers(NamedTuple):
 
 
 def table(num_layers: int) -> Schedule:
-    """Return one rank's step: a stage for each layer, gathered before it and reduced after it."""
+    """Return one rank's step with a stage per layer, gathered before it and reduced after it."""
     bare = build("looped_bfs", ranks=1, microbatches=1, stages_per_rank=num_layers)
     buckets = dict.fromkeys(range(num_layers), 1)
     return add_gathers(lower(bare, buckets), buckets)
 
 
 def simulated(layers: Layers, design: str) -> Timeline:
-    """Return the step of a design.
+    """Return the simulated step of a design.
 
-    What is not overlapped is moved as one buffer: all parameters ahead of the first layer, all
-    gradients after its backward, the last one.
+    Without overlap, all parameters are one buffer before the first layer, and all gradients one
+    buffer after the last backward.
     """
     gathers, reduces = DESIGNS[design]
     others = [0.0] * (len(layers.forward_s) - 1)
@@ -97,21 +87,16 @@ def simulated(layers: Layers, design: str) -> Timeline:
         gather=layers.broadcast_s if gathers else [layers.broadcast_all_s, *others],
         reduction=layers.reduce_s if reduces else [layers.reduce_all_s, *others],
     )
-    timeline = simulate(table(len(layers.forward_s)), costs)
-    return _named(timeline, f"{design}, simulated")
-
-
-def _named(timeline: Timeline, name: str) -> Timeline:
-    return Timeline(timeline.events, timeline.num_stages, timeline.num_microbatches, name)
+    return simulate(table(len(layers.forward_s)), costs)
 
 
 # Measured.
 
 
 class Solver:
-    """The layers of one rank, and the three ways to train a step; `weights`: all in one row.
+    """The layers of one rank, and a training step of each design; `weights` is one flat vector.
 
-    `compute_s`: for how long a device computes a layer's forward; its backward takes twice that.
+    `compute_s` is the sleep of a layer's forward; its backward sleeps twice that.
     """
 
     def __init__(self, world: World, widths: Sequence[int], compute_s: float) -> None:
@@ -120,17 +105,17 @@ class Solver:
         torch.manual_seed(0)
         self.layers = [torch.nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]
         sizes = [layer.weight.numel() for layer in self.layers]
-        # All in one row, so that they can go as one.
+        # Flat vectors, so that all layers can be one buffer.
         self.weights, self._all_gradients = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
         self._weights = torch.split(self.weights, sizes)
         self._gradients = torch.split(self._all_gradients, sizes)
         for layer, part in zip(self.layers, self._weights, strict=True):
-            if self._rank == 0:  # others wait for the root's
+            if self._rank == 0:  # other ranks receive the root's weights
                 part.copy_(layer.weight.detach().view(-1))
             layer.weight.data = part.view_as(layer.weight)
 
     def step(self, design: str, inputs: torch.Tensor) -> Timeline:
-        """Train a step; return what happened when. The loss is half the sum of squares."""
+        """Train one step and return its timeline. The loss is half the sum of squares."""
         gathers, reduces = DESIGNS[design]
         began_s = time.perf_counter()
         events: list[Event] = []
@@ -179,7 +164,7 @@ class Solver:
         tensor: torch.Tensor,
         moved: list["_Moved"],
     ) -> Callable[[], None]:
-        """Start it; what is returned waits for it. When it ends is noted by the backend."""
+        """Start a collective and record its end; return a function that waits for it."""
         one = _Moved(op, i, time.perf_counter())
         moved.append(one)
         work = collective(tensor, 0, group=self._group, async_op=True)
@@ -190,7 +175,7 @@ class Solver:
     def _timeline(
         self, began_s: float, events: list[Event], moved: list["_Moved"], name: str
     ) -> Timeline:
-        """Return the step; collectives of a kind stand one after the other, as they are done."""
+        """Return the events of the step; collectives of one kind follow each other."""
         ended_s = time.perf_counter()
         for op in (Op.UNSHARD, Op.REDUCE_GRAD):
             before_s = began_s
@@ -204,7 +189,7 @@ class Solver:
         return Timeline((tuple(shifted),), len(self.layers), 1, name)
 
     def alone_s(self, repeats: int) -> Layers:
-        """Return what each layer takes by itself: medians of calls that block."""
+        """Return the time of each part alone: medians of blocking calls."""
         inputs = torch.ones(1, self.layers[0].in_features)
         computed: dict[Op, list[list[float]]] = {Op.F: [], Op.B: []}
         for _ in range(repeats):
@@ -238,14 +223,14 @@ class Solver:
 
 
 class _Moved:
-    """A collective under way; the backend's own thread says when it has ended."""
+    """A collective in progress; a thread of the backend records its end."""
 
     def __init__(self, op: Op, layer: int, start_s: float) -> None:
         self.op, self.layer, self.start_s = op, layer, start_s
         self.end_s: float | None = None
 
     def end(self) -> None:
-        """Note that it has ended."""
+        """Record the end."""
         self.end_s = time.perf_counter()
 
 
@@ -253,37 +238,28 @@ def _waited(work: dist.Work) -> None:
     work.wait()
 
 
-class Found(NamedTuple):
-    """What was measured: the layers by themselves, and for each design seconds of steps.
+class LadderResult(NamedTuple):
+    """Times of the layers alone, and the step times of each design.
 
-    `events`: of the step that took the median time, by design: op, layer, start, end. `difference`:
-    the most by which weights of the designs differ in the end, relative to the largest.
+    `difference` is the largest difference of the designs' final weights, relative to the largest
+    weight.
     """
 
     layers: Layers
     step_s: dict[str, list[float]]
-    events: dict[str, list[tuple[str, int, float, float]]]
     difference: float
 
     @classmethod
-    def of(cls, read: dict[str, Any]) -> "Found":
-        """Return what was read from JSON."""
+    def of(cls, read: dict[str, Any]) -> "LadderResult":
+        """Return the results read from JSON."""
         return cls(**{**read, "layers": Layers(*read["layers"])})
 
-    def timeline(self, design: str) -> Timeline:
-        """Return the median step of a design."""
-        events = tuple(
-            Event(0, Action(Op(op), layer, 0 if op in "FB" else None), start_s, end_s)
-            for op, layer, start_s, end_s in self.events[design]
-        )
-        return Timeline((events,), len(self.layers.forward_s), 1, f"{design}, measured")
 
-
-def measured(world: World, widths: Sequence[int], compute_s: float, steps: int) -> Found:
+def measured(world: World, widths: Sequence[int], compute_s: float, steps: int) -> LadderResult:
     """Train with each design in turn; the same call on all ranks.
 
-    Steps of the designs alternate, so that what disturbs for a while disturbs all. A step's time is
-    that of the slowest rank, its events are those of the last rank, which waits for parameters.
+    Steps of the designs alternate, so that other load affects all equally. A step takes as long as
+    on its slowest rank.
     """
     group = world.group([tuple(range(world.size))])
     solvers = {design: Solver(world, widths, compute_s) for design in DESIGNS}
@@ -303,25 +279,15 @@ def measured(world: World, widths: Sequence[int], compute_s: float, steps: int) 
         design: [max(each) for each in zip(*(rank[design] for rank in by_rank), strict=True)]
         for design in DESIGNS
     }
-    last = group.broadcast_object(
-        {
-            design: [
-                (e.action.op.value, e.action.stage, e.start_s, e.end_s)
-                for e in _median_of(timelines[design]).events[0]
-            ]
-            for design in DESIGNS
-        },
-        group.ranks[-1],
-    )
     first, *others = (solver.weights for solver in solvers.values())
     gaps = [float((first - other).abs().max() / first.abs().max()) for other in others]
     difference = max(map(max, group.all_gather_object(gaps)))
     slowest = Layers(*map(_slowest, zip(*group.all_gather_object(tuple(layers)), strict=True)))
-    return Found(slowest, step_s, last, difference)
+    return LadderResult(slowest, step_s, difference)
 
 
 def _slowest(times: Sequence[Any]) -> Any:
-    """Return the most of what ranks say, layer by layer if they speak of layers."""
+    """Return the maximum over ranks, per layer for lists."""
     if isinstance(times[0], float):
         return max(times)
     return [max(each) for each in zip(*times, strict=True)]
@@ -331,12 +297,8 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(each) for each in zip(*rows, strict=True)]
 
 
-def _median_of(timelines: Sequence[Timeline]) -> Timeline:
-    return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-
-
 def main() -> None:
-    """Measure as one rank, and let rank 0 write what was found."""
+    """Measure as one rank; rank 0 writes the results."""
     parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}")
     add_options(parser)
     parser.add_argument("--backend", default="auto", help="gloo, nccl")
@@ -354,10 +316,10 @@ def main() -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what ranks and the command share."""
+    """Add the options of both the ranks and the command."""
     add = parser.add_argument
     add("--layers", type=int, default=8)
-    add("--width", type=int, default=1536, help="of a layer, which has its square parameters")
+    add("--width", type=int, default=1536, help="of a layer with width^2 parameters")
     add("--compute-ms", type=float, default=8.0, help="of a forward; a backward takes twice that")
     add("--steps", type=int, default=9, help="of each design, after one more")
 
@@ -366,28 +328,23 @@ def add_command_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="folder for ladder.md and ladder.svg")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, simulate with what the layers took alone, and print and draw both."""
+    """Measure the designs, simulate them with the times of the parts alone, and print both."""
     words = [
         f"--layers={args.layers}",
         f"--width={args.width}",
         f"--compute-ms={args.compute_ms}",
         f"--steps={args.steps}",
     ]
-    found = Found.of(run_ranks(_MODULE, args.ranks, words))
-    text = said(found, args.ranks)
+    found = LadderResult.of(run_ranks(_MODULE, args.ranks, words))
+    text = report(found, args.ranks)
     print(text)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "ladder.md").write_text(text + "\n", encoding="utf-8")
-        (args.out / "ladder.svg").write_text(picture(found), encoding="utf-8")
 
 
-def said(found: Found, ranks: int) -> str:
-    """Return both tables."""
+def report(found: LadderResult, ranks: int) -> str:
+    """Return both tables in Markdown."""
     rows = []
     for design in DESIGNS:
         took_s = sorted(found.step_s[design])
@@ -403,13 +360,13 @@ def said(found: Found, ranks: int) -> str:
             ]
         )
     agree = "the same to the last bit"
-    if found.difference:  # one buffer is summed in another order than its parts
+    if found.difference:  # a backend may sum one buffer in another order than its parts
         agree = f"the same to {found.difference:.1e} of the largest"
     return "\n".join(
         [
             f"S-Caffe's ladder on {ranks} ranks; weights of the three designs are {agree}.\n",
             markdown(["design", "simulated ms", "measured ms", "quartiles", "error"], rows),
-            "\nThe same, simulated alone: ResNet-152 on 32 ranks, 8 a host, 5 us and 10 GB/s; "
+            "\nSimulated only: ResNet-152 on 32 ranks, 8 per host, 5 us and 10 GB/s; "
             "broadcast by a k-nomial tree, ms of a step\n",
             markdown(["reduction", *DESIGNS], _resnet152_rows()),
         ]
@@ -426,7 +383,7 @@ _GRADIENTS: Final = (
 
 
 def resnet152(reduction: str, link: Link, ranks: int, group: int) -> Layers:
-    """Return its layers, reduced by an algorithm of `FORMS`, first layer first."""
+    """Return the layers of ResNet-152, reduced by an algorithm of `FORMS`, first layer first."""
     sizes = [4 * count for count in reversed(_GRADIENTS)]
 
     def taken(collective: str, algorithm: str, size: int) -> float:
@@ -450,24 +407,6 @@ def _resnet152_rows() -> list[list[str]]:
         times = [f"{1e3 * simulated(layers, design).makespan:.1f}" for design in DESIGNS]
         rows.append([reduction, *times])
     return rows
-
-
-def picture(found: Found) -> str:
-    """Draw the simulated step of each design above the measured one."""
-    rows = []
-    for design in DESIGNS:
-        rows += [simulated(found.layers, design), found.timeline(design)]
-    svg = render_svg(layout(rows, unit="s", beside=_HUES))
-    words = "; ".join(f"{row.name} {1e3 * row.makespan:.0f} ms" for row in rows)
-    begin = svg.index(">") + 1
-    description = (
-        "Six rows, one step each: boxes are forwards and backwards of layers, bars below them "
-        f"broadcasts from and reductions to the root. {words}."
-    )
-    return (
-        f"{svg[:begin]}<title>S-Caffe's ladder, simulated and measured</title>"
-        f"<desc>{description}</desc>{svg[begin:]}"
-    )
 
 
 if __name__ == "__main__":

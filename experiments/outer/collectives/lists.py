@@ -1,11 +1,11 @@
-"""Lists on the command line."""
+"""Parsers of comma-separated command-line options."""
 
 import argparse
 from collections.abc import Callable, Collection
 
 
 def numbers(least: int) -> Callable[[str], list[int]]:
-    """Return what reads whole numbers from `least` up, with commas between them."""
+    """Return a parser of comma-separated whole numbers of at least `least`."""
 
     def read(text: str) -> list[int]:
         try:
@@ -14,7 +14,7 @@ def numbers(least: int) -> Callable[[str], list[int]]:
             found = []
         if not found or min(found) < least:
             raise argparse.ArgumentTypeError(
-                f"expected whole numbers from {least} up with commas between them, got {text}"
+                f"expected comma-separated whole numbers from {least} up, got {text}"
             )
         return found
 
@@ -22,7 +22,7 @@ def numbers(least: int) -> Callable[[str], list[int]]:
 
 
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Return what reads some of the known names, with commas between them."""
+    """Return a parser of comma-separated names out of `known`."""
 
     def read(text: str) -> list[str]:
         for name in (found := text.split(",")):

@@ -1,8 +1,8 @@
-"""What the ranks of one number do: time every algorithm at every size, and fit the link.
+"""Time every algorithm at every size on one number of ranks, and fit the link.
 
     python -m experiments.outer.collectives.measuring --out FILE     under a launcher
 
-`measure` starts it on this machine; on a cluster any launcher does that gpipe_hpc knows.
+`measure` starts it on this machine; on a cluster, use any launcher that gpipe_hpc supports.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 from experiments.outer.collectives.costs import FORMS, PIPELINED, Link
-from experiments.outer.collectives.figures import Found, Timing
+from experiments.outer.collectives.figures import Measurement, Timing
 from experiments.outer.collectives.fitting import Fit, Sample, fit
 from experiments.outer.collectives.lists import names_of, numbers
 from experiments.outer.collectives.menu import (
@@ -34,11 +34,11 @@ from gpipe_hpc.comm.world.world import World, collective_errors
 SIZES: Final = (1024, 16 * 1024, 128 * 1024, 1024**2, 8 * 1024**2)
 _WARM_UP: Final = 2
 _AHEAD: Final = (("ring", 1024), ("ring", 1024**2), ("recursive_doubling", 64 * 1024))
-"""All-reduces by which a first link is fitted, and their bytes: it says which blocks are best."""
+"""All-reduces and bytes for the first fit, which determines the block sizes."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ranks and the command that starts them share."""
+    """Add the options of both the ranks and the command."""
     add, shown = parser.add_argument, ",".join(FORMS)
     add("--collectives", type=names_of(FORMS), default=list(FORMS), help=f"some of {shown}")
     add("--bytes", type=numbers(4), default=list(SIZES), metavar="N,...", help="of the vectors")
@@ -48,14 +48,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def as_words(args: argparse.Namespace) -> list[str]:
-    """Return the options of `add_options` as words of a command line."""
+    """Return the options of `add_options` as command-line words."""
     lists = {name: ",".join(map(str, getattr(args, name))) for name in ("collectives", "bytes")}
     plain = {name: str(getattr(args, name)) for name in ("repeats", "group", "device")}
     return [f"--{name}={value}" for name, value in (lists | plain).items()]
 
 
 def main() -> None:
-    """Measure, and let rank 0 write what was found."""
+    """Measure; rank 0 writes the results."""
     parser = argparse.ArgumentParser(prog="python -m experiments.outer.collectives.measuring")
     add_options(parser)
     parser.add_argument("--backend", default="auto", help="gloo, mpi, nccl")
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class _Case(NamedTuple):
-    """What is timed: an algorithm over a vector of so many bytes."""
+    """An algorithm and a vector size to be timed."""
 
     collective: str
     algorithm: str
@@ -79,11 +79,11 @@ class _Case(NamedTuple):
 
 def time_all(
     world: World, collectives: Sequence[str], sizes: Sequence[int], repeats: int, g: int
-) -> Found:
-    """Time every algorithm over float32 vectors of `sizes` bytes; the same on every rank.
+) -> Measurement:
+    """Time every algorithm over float32 vectors of `sizes` bytes; the same call on every rank.
 
-    The link is fitted to all of ours that are not pipelined: what the closed form says of the
-    others is foretold. Their blocks are the best over a link that is measured ahead.
+    The link is fitted to the algorithms that are not pipelined. The block sizes of the others are
+    the best ones over a link that is measured first.
     """
     group = world.group([tuple(range(world.size))])
     ahead = _measured_link(world, group, g)
@@ -92,13 +92,15 @@ def time_all(
             collective, name, num_bytes, _block(ahead, collective, name, group.size, num_bytes, g)
         )
         for collective in collectives
-        # As many elements for each rank: backends cut no other way.
+        # Backends need equally many elements per rank.
         for num_bytes in sorted({_divided(size, group.size) for size in sizes})
         for name in (BACKEND, *FORMS[collective])
     ]
     timings = _time(world, group, cases, repeats, g)
     fitted = _fitted(group, timings, g)
-    return Found(group.size, g, tuple(_formed(each, fitted.link, g) for each in timings), fitted)
+    return Measurement(
+        group.size, g, tuple(_formed(each, fitted.link, g) for each in timings), fitted
+    )
 
 
 def _measured_link(world: World, group: Group, g: int) -> Link:
@@ -107,9 +109,9 @@ def _measured_link(world: World, group: Group, g: int) -> Link:
 
 
 def _fitted(group: Group, timings: Sequence[Timing], g: int) -> Fit:
-    """Return the link that one of the ranks has fitted: another's arithmetic might differ.
+    """Return the link fitted on the first rank, so that all ranks use equal values.
 
-    To lower quartiles: what else the machine does adds to times and takes nothing away.
+    It is fitted to lower quartiles, because other load only adds to times.
     """
     ours = [each for each in timings if each.algorithm != BACKEND]
     steps = [each for each in ours if each.algorithm not in PIPELINED] or ours
@@ -119,7 +121,7 @@ def _fitted(group: Group, timings: Sequence[Timing], g: int) -> Fit:
 
 
 def _divided(num_bytes: int, size: int) -> int:
-    """Return the bytes, about as many, of which each rank has as many elements."""
+    """Return about as many bytes, divided evenly by the ranks."""
     return 4 * size * max(1, round(num_bytes / (4 * size)))
 
 
@@ -130,17 +132,17 @@ def _block(link: Link, collective: str, name: str, size: int, num_bytes: int, g:
 
 
 def _formed(timing: Timing, link: Link, g: int) -> Timing:
-    """Return a timing with what its closed form says."""
+    """Return a timing with its closed form."""
     if timing.algorithm == BACKEND:
         return timing
     return Timing(**{**vars(timing), "form_s": link.seconds(timing.terms(g))})
 
 
 def _time(world: World, group: Group, cases: Sequence[_Case], repeats: int, g: int) -> list[Timing]:
-    """Time the cases in turn, round after round: what disturbs for a while disturbs them all.
+    """Time the cases in rounds, so that other load affects all cases equally.
 
-    Each begins with all ranks together, and each round has an order of its own, the same on every
-    rank: what a case leaves behind in caches is not always for the same one.
+    All ranks start each case together. Each round has another order, equal on all ranks, because
+    cases affect the caches of the next one.
     """
     longest = torch.zeros(max(case.num_bytes for case in cases) // 4, device=world.device.torch)
     runs = [_runner(group, case, longest[: case.num_bytes // 4], g) for case in cases]

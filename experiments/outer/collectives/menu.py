@@ -1,6 +1,6 @@
 """The algorithms by name, and how to start one over a group.
 
-``backend`` is what the group brings along: Gloo's, NCCL's, MPI's.
+``backend`` is the collective of the group's backend: Gloo, NCCL or MPI.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,15 +42,18 @@ from gpipe_hpc.errors import ConfigError
 BACKEND: Final = "backend"
 DEFAULT_BLOCK_BYTES: Final = 256 * 1024
 RADIX: Final = 4
-"""Of k-nomial trees, as MVAPICH's default."""
+"""Radix of k-nomial trees, MVAPICH's default."""
 
 
 class Case(NamedTuple):
-    """What an algorithm is to do.
+    """Parameters of a collective.
 
-    `length`: elements of the vector. `block`: elements of a block of those that are pipelined.
-    `root`: a position. `hosts`: the host of each position, for those with two levels. `counts`:
-    elements of each rank's shard; empty: as even as can be.
+    Args:
+        length: elements of the vector
+        block: elements per block of pipelined algorithms
+        root: position of the root in the group
+        hosts: host of each position, for algorithms with two levels
+        counts: elements of each rank's shard; empty for shards as even as possible
     """
 
     length: int
@@ -134,7 +137,7 @@ PLANNERS: Final[Mapping[str, Mapping[str, Planner]]] = MappingProxyType(
 
 
 def plan(collective: str, algorithm: str, place: PlanPosition, case: Case) -> Plan:
-    """Return what a rank sends and receives."""
+    """Return the messages that a rank sends and receives, step by step."""
     return PLANNERS[collective][algorithm](place, case)
 
 
@@ -144,7 +147,7 @@ def _kept_plan(collective: str, algorithm: str, place: PlanPosition, case: Case)
 
 
 def hosts_of(size: int, group: int) -> tuple[int, ...]:
-    """Return hosts that have so many ranks each, the last one maybe fewer."""
+    """Return the host of each position with `group` ranks per host; the last may have fewer."""
     return tuple(position // group for position in range(size))
 
 
@@ -161,8 +164,8 @@ def start(
 ) -> CollectiveHandle:
     """Start a collective of `PLANNERS` over a tensor, in place; see `Case`.
 
-    `block_bytes`: of those that are pipelined. `hosts`: None: all ranks are on one. Raises
-    ConfigError.
+    `block_bytes` applies to pipelined algorithms. If `hosts` is None, all ranks are on one host.
+    Raises ConfigError.
     """
     known = PLANNERS[collective]
     if algorithm not in known:
@@ -189,9 +192,9 @@ def start(
 
 
 def run_backend(group: Group, collective: str, tensor: torch.Tensor, root: int = 0) -> None:
-    """Do a collective as the backend itself does it; what comes back lands in `tensor`.
+    """Run a collective of the backend; the result is in `tensor`.
 
-    Shards are even: backends cut no other way.
+    Shards are even, because backends support no others.
     """
     ranks = group.torch_group
     own = shards(tensor, None, group.size)[group.position].clone()

@@ -1,4 +1,4 @@
-"""When any plans end in the model with one port; nothing here knows an algorithm."""
+"""Simulation of any plans in the model with one port, independent of the algorithm."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from experiments.outer.collectives.costs import Link
 from gpipe_hpc.comm.collectives.plan import Plan
 
 
-def played_s(plans: Sequence[Plan], link: Link) -> float:
-    """Return when the last rank is done; an element is a byte.
+def simulated_s(plans: Sequence[Plan], link: Link) -> float:
+    """Return the time at which the last rank is done; an element is one byte.
 
-    A step begins when the one before has ended. It ends, with its partners' steps, when all have
-    begun and the longest of what each port has to carry is through.
+    A step starts when the previous one has ended. It ends, together with the steps of its partners,
+    when all have started and the longest transfer of any of their ports is complete.
     """
     sends: dict[tuple[int, int], list[int]] = defaultdict(list)
     receives: dict[tuple[int, int], list[int]] = defaultdict(list)

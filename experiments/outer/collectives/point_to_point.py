@@ -1,10 +1,10 @@
-"""Latency and bandwidth between two processes over sizes, as osu_latency and osu_bw draw them.
+"""Latency and bandwidth between two processes by size, as osu_latency and osu_bw measure them.
 
-Paths: `direct`, the backend sends from the tensor's own memory (Gloo from the CPU's, NCCL from a
-GPU's); `staged`, the tensor goes whole through a buffer of the host at both ends, as a device's
-does if MPI takes no device pointers; `staged in blocks`, the same with two buffers that take turns,
-so that a block is copied while another is sent (MVAPICH2-GPU, Wang et al., 2011); `shared memory`,
-the pipeline's own transport between processes of one host.
+Paths: `direct`, the backend sends the tensor's memory (Gloo on CPUs, NCCL on GPUs); `staged`, the
+whole tensor goes through a host buffer at both ends, as for a device whose MPI takes no device
+pointers; `staged in blocks`, the same with two alternating buffers, so that one block is copied
+while another is sent (MVAPICH2-GPU, Wang et al., 2011); `shared memory`, the pipeline's transport
+between processes of one host.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -23,8 +23,6 @@ from experiments.outer.collectives.costs import Link, Terms
 from experiments.outer.collectives.figures import markdown, quartiles, size_text
 from experiments.outer.collectives.fitting import Fit, Sample, fit
 from experiments.outer.collectives.lists import numbers
-from experiments.outer.collectives.picture import COLOURS, MARKERS, new_figure, save, settings
-from experiments.outer.collectives.plot import logarithmic
 from experiments.outer.collectives.running import run_ranks
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.world.start import start_world
@@ -35,26 +33,26 @@ SIZES: Final = tuple(4**power for power in range(12))
 BLOCK_BYTES: Final = 512 * 1024
 BLOCKS: Final = tuple(16 * 1024 * 4**power for power in range(6))
 _MODULE: Final = "experiments.outer.collectives.point_to_point"
-_CASE_BYTES: Final = 16 * 1024**2  # that a case sends about, so that each takes some milliseconds
-_WINDOW: Final = 64  # messages under way at once, as osu_bw has them
+_CASE_BYTES: Final = 16 * 1024**2  # sent per case, so that each takes some milliseconds
+_WINDOW: Final = 64  # concurrent messages, as in osu_bw
 _WINDOW_BYTES: Final = 16 * 1024**2
 _ACK_BYTES: Final = 4
 
 Wait = Callable[[], object]
 
 
-class Way(Protocol):
-    """A way from one process to the other."""
+class MessagePath(Protocol):
+    """A path from one process to the other."""
 
     def start_send(self, tensor: torch.Tensor) -> Wait:
-        """Start sending; what is returned waits until the tensor may be changed."""
+        """Start sending; return a function that waits until the tensor may be changed."""
 
     def start_receive(self, tensor: torch.Tensor) -> Wait:
-        """Start receiving; what is returned waits until the tensor is there."""
+        """Start receiving; return a function that waits for the tensor."""
 
 
 class Direct:
-    """The backend takes the tensor where it is."""
+    """Sends and receives the tensor's own memory."""
 
     def __init__(self, world: World) -> None:
         self._world, self._other = world, 1 - world.rank
@@ -79,7 +77,7 @@ class Direct:
 
 
 class _Incoming:
-    """A block that is to be received, and the buffer and the work once it is posted."""
+    """A block to receive, with its buffer and its work after it is posted."""
 
     def __init__(self, block: torch.Tensor) -> None:
         self.block, self.buffer = block, block
@@ -87,7 +85,7 @@ class _Incoming:
 
 
 class Staged:
-    """The tensor goes through buffers of the host, `block_bytes` at a time; None: whole."""
+    """Sends through host buffers of `block_bytes`, or of the whole tensor if None."""
 
     def __init__(self, world: World, block_bytes: int | None) -> None:
         self._world, self._other = world, 1 - world.rank
@@ -98,7 +96,7 @@ class Staged:
         self._unposted: deque[_Incoming] = deque()
 
     def start_send(self, tensor: torch.Tensor) -> Wait:
-        """Copy a block while the one before is sent."""
+        """Copy each block while the previous one is sent."""
         under_way: list[tuple[dist.Work | None, torch.Tensor]] = []
         for block in self._blocks(tensor):
             if len(under_way) == 2:
@@ -114,9 +112,9 @@ class Staged:
         return wait
 
     def start_receive(self, tensor: torch.Tensor) -> Wait:
-        """Copy a block while the next one arrives; messages are waited for in their order.
+        """Copy each block while the next one arrives; messages must be waited for in order.
 
-        A block is posted once all blocks before it are, those of earlier messages among them.
+        A block is posted after all blocks before it, including those of earlier messages.
         """
         own = [_Incoming(block) for block in self._blocks(tensor)]
         self._unposted.extend(own)
@@ -154,7 +152,7 @@ class Staged:
         self._free.setdefault(len(buffer), []).append(buffer)
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        """Return a buffer of the host; those that are free are used again."""
+        """Return a host buffer, a free one if there is any."""
         free = self._free.setdefault(num_bytes, [])
         if free:
             return free.pop()
@@ -162,7 +160,7 @@ class Staged:
 
 
 class SharedMemory:
-    """The transport that the pipeline's boundaries take between processes of one host."""
+    """The pipeline's transport between processes of one host."""
 
     def __init__(self, world: World) -> None:
         to, back = (
@@ -174,13 +172,13 @@ class SharedMemory:
         self._sent = self._received = 0
 
     def start_send(self, tensor: torch.Tensor) -> Wait:
-        """Send; the tensor may be changed once all has left."""
+        """Send; the tensor may be changed after the wait."""
         self._transport.send(self._out, "study", self._sent, tensor, 1)
         self._sent += 1
         return self._transport.finish
 
     def start_receive(self, tensor: torch.Tensor) -> Wait:
-        """Receive; what comes is a tensor of its own, not copied into the one that is given."""
+        """Receive into memory of the transport; `tensor` is not written."""
         number, self._received = self._received, self._received + 1
 
         def wait() -> None:
@@ -191,16 +189,16 @@ class SharedMemory:
 
 
 class Curve(NamedTuple):
-    """What a path takes over sizes: a list of repetitions for each."""
+    """Repetitions of latency and bandwidth of one path for each size."""
 
     path: str
     sizes: list[int]
     latency_s: list[list[float]]
-    bandwidth: list[list[float]]  # bytes a second
+    bandwidth: list[list[float]]  # bytes per second
 
 
-class Found(NamedTuple):
-    """All curves; and of staging in blocks, seconds of one message over the size of a block."""
+class PathResults(NamedTuple):
+    """All curves, and the seconds of a message staged in blocks for each block size."""
 
     device: str
     curves: list[Curve]
@@ -209,17 +207,17 @@ class Found(NamedTuple):
     block_s: list[list[float]]
 
     @classmethod
-    def of(cls, read: dict[str, Any]) -> "Found":
-        """Return what was read from JSON."""
+    def of(cls, read: dict[str, Any]) -> "PathResults":
+        """Return the results read from JSON."""
         return cls(**{**read, "curves": [Curve(*each) for each in read["curves"]]})
 
 
 # What the two ranks do.
 
 
-def paths_of(world: World) -> dict[str, Way]:
-    """Return the ways between two ranks by name; the same call on both."""
-    found: dict[str, Way] = {
+def paths_of(world: World) -> dict[str, MessagePath]:
+    """Return the paths between two ranks by name; the same call on both."""
+    found: dict[str, MessagePath] = {
         "direct": Direct(world),
         "staged": Staged(world, None),
         "staged in blocks": Staged(world, BLOCK_BYTES),
@@ -229,10 +227,10 @@ def paths_of(world: World) -> dict[str, Way]:
     return found
 
 
-def measured(world: World, sizes: Sequence[int], repeats: int, staged_bytes: int) -> Found:
-    """Time all paths in turn, round after round; the same call on both ranks.
+def measured(world: World, sizes: Sequence[int], repeats: int, staged_bytes: int) -> PathResults:
+    """Time all paths in rounds; the same call on both ranks.
 
-    Times are those of rank 0, which hears of the other's end by its answer.
+    Times are those of rank 0, which gets an answer at the end of each measurement.
     """
     paths = paths_of(world)
     longest = max(*sizes, staged_bytes)
@@ -256,11 +254,11 @@ def measured(world: World, sizes: Sequence[int], repeats: int, staged_bytes: int
             if turn:
                 block_s[at].append(took_s)
     kind = world.device.torch.type
-    return Found(kind, list(curves.values()), staged_bytes, blocks, block_s)
+    return PathResults(kind, list(curves.values()), staged_bytes, blocks, block_s)
 
 
-def _latency_s(world: World, path: Way, vector: torch.Tensor) -> float:
-    """Return half of what a message there and one back take, over some of them."""
+def _latency_s(world: World, path: MessagePath, vector: torch.Tensor) -> float:
+    """Return half of the mean round-trip time."""
     times = max(4, min(100, _CASE_BYTES // len(vector) // 4))
     began_s = time.perf_counter()
     for _ in range(times):
@@ -273,8 +271,8 @@ def _latency_s(world: World, path: Way, vector: torch.Tensor) -> float:
     return (time.perf_counter() - began_s) / times / 2
 
 
-def _bandwidth(world: World, path: Way, vector: torch.Tensor) -> float:
-    """Return bytes a second of a window of messages that are all under way, up to the answer."""
+def _bandwidth(world: World, path: MessagePath, vector: torch.Tensor) -> float:
+    """Return bytes per second of a window of concurrent messages, up to the answer."""
     window = max(2, min(_WINDOW, _WINDOW_BYTES // len(vector)))
     answer = torch.zeros(_ACK_BYTES, dtype=torch.uint8, device=vector.device)
     began_s = time.perf_counter()
@@ -292,7 +290,7 @@ def _bandwidth(world: World, path: Way, vector: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Measure as one of two ranks, and let rank 0 write what was found."""
+    """Measure as one of two ranks; rank 0 writes the results."""
     parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}")
     add_options(parser)
     parser.add_argument("--backend", default="auto", help="gloo, nccl")
@@ -310,7 +308,7 @@ def main() -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what ranks and the command share."""
+    """Add the options of both the ranks and the command."""
     add = parser.add_argument
     add("--bytes", type=numbers(1), default=list(SIZES), metavar="N,...", help="of the messages")
     add("--repeats", type=int, default=7, help="measured rounds, after one more")
@@ -318,14 +316,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu, or an accelerator as torch calls it")
 
 
-def add_command_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add_options(parser)
-    parser.add_argument("--out", type=Path, help="folder for the table and the picture")
-
-
 def run(args: argparse.Namespace) -> None:
-    """Start two ranks; print and keep what they found."""
+    """Start two ranks and print the results."""
     words = [
         f"--bytes={','.join(map(str, args.bytes))}",
         f"--repeats={args.repeats}",
@@ -333,19 +325,15 @@ def run(args: argparse.Namespace) -> None:
         f"--device={args.device}",
     ]
     backend = "gloo" if args.device == "cpu" else "auto"
-    found = Found.of(run_ranks(_MODULE, 2, words, backend=backend))
-    text = said(found)
+    found = PathResults.of(run_ranks(_MODULE, 2, words, backend=backend))
+    text = report(found)
     print(text)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "point_to_point.md").write_text(text + "\n", encoding="utf-8")
-        draw(found, args.out / "point_to_point.svg")
 
 
 def link_of(curve: Curve) -> Fit:
-    """Return alpha and beta of a path: a message of n bytes takes alpha + n beta.
+    """Return alpha and beta of a path, fitted to the lower quartiles: alpha + n beta for n bytes.
 
-    Of the lower quartiles: what else the machine does adds to times and takes nothing away.
+    Other load only adds to times.
     """
     quiet = (quartiles(took)[0] for took in curve.latency_s)
     return fit(
@@ -353,10 +341,10 @@ def link_of(curve: Curve) -> Fit:
     )
 
 
-def pipeline_of(found: Found) -> Fit:
-    """Return t and 1/B of staging in blocks: (M/C + 2)(t + C/B), by MVAPICH2-GPU's model.
+def pipeline_of(found: PathResults) -> Fit:
+    """Return t and 1/B of staging in blocks by the model of MVAPICH2-GPU, (M/C + 2)(t + C/B).
 
-    Three stages: the copy to the host, the network, the copy from the host. B is the slowest's.
+    Three stages: copy to the host, network, copy from the host. B is the bandwidth of the slowest.
     """
     m = found.staged_bytes
     return fit(
@@ -372,8 +360,8 @@ def _stages(num_bytes: int, block: int) -> Terms:
     return Terms(num_bytes / block + 2, num_bytes + 2 * block)
 
 
-def said(found: Found) -> str:
-    """Return the tables and the fitted models."""
+def report(found: PathResults) -> str:
+    """Return the tables and the fitted models in Markdown."""
     names = [curve.path for curve in found.curves]
     rows: dict[str, list[list[str]]] = {"latency": [], "bandwidth": []}
     for at, size in enumerate(found.curves[0].sizes):
@@ -420,77 +408,6 @@ def _rate(link: Link) -> str:
 def _with_quartiles(values: Sequence[float]) -> str:
     low, high = quartiles(values)
     return f"{statistics.median(values):.3g} ({low:.3g}-{high:.3g})"
-
-
-def draw(found: Found, path: Path) -> None:
-    """Draw latency and bandwidth over sizes, and the time of a message over blocks."""
-    with settings():
-        figure = new_figure(13.0, 4.2)
-        latency, bandwidth, staging = figure.subplots(1, 3)
-        for number, curve in enumerate(found.curves):
-            style: Mapping[str, Any] = {
-                "color": COLOURS[number],
-                "marker": MARKERS[number],
-                "markersize": 4,
-                "linewidth": 1.0,
-                "label": curve.path,
-            }
-            took_us = [1e6 * statistics.median(each) for each in curve.latency_s]
-            latency.plot(curve.sizes, took_us, **style)
-            _band(latency, curve.sizes, curve.latency_s, 1e6, COLOURS[number])
-            form = link_of(curve).link
-            latency.plot(
-                *(curve.sizes, [1e6 * form.seconds(Terms(1, size)) for size in curve.sizes]),
-                linestyle="--",
-                linewidth=0.7,
-                color=COLOURS[number],
-            )
-            rates = [1e-6 * statistics.median(each) for each in curve.bandwidth]
-            bandwidth.plot(curve.sizes, rates, **style)
-            _band(bandwidth, curve.sizes, curve.bandwidth, 1e-6, COLOURS[number])
-        took_ms = [1e3 * statistics.median(each) for each in found.block_s]
-        staging.plot(found.blocks, took_ms, color=COLOURS[2], marker=MARKERS[2], label="measured")
-        link = pipeline_of(found).link
-        model = [1e3 * link.seconds(_stages(found.staged_bytes, block)) for block in found.blocks]
-        staging.plot(found.blocks, model, linestyle="--", color=COLOURS[2], label="model")
-        for axes, title, unit in (
-            (latency, "latency, as osu_latency", "us (dashed: alpha + n beta)"),
-            (bandwidth, "bandwidth, as osu_bw", "MB/s"),
-            (staging, f"{size_text(found.staged_bytes)} staged in blocks", "ms"),
-        ):
-            logarithmic(axes)
-            axes.set_title(title)
-            axes.set_ylabel(unit)
-            axes.legend(fontsize="x-small")
-        staging.set_xlabel("block")
-        save(figure, path, "Messages between two processes", _described(found))
-
-
-def _band(
-    axes: Any, sizes: Sequence[int], values: Sequence[Sequence[float]], factor: float, colour: str
-) -> None:
-    low, high = zip(*map(quartiles, values), strict=True)
-    axes.fill_between(
-        *(sizes, [factor * each for each in low], [factor * each for each in high]),
-        color=colour,
-        alpha=0.15,
-        linewidth=0,
-    )
-
-
-def _described(found: Found) -> str:
-    smallest = min(found.curves, key=lambda curve: statistics.median(curve.latency_s[0]))
-    largest = max(found.curves, key=lambda curve: statistics.median(curve.bandwidth[-1]))
-    best = min(zip(found.block_s, found.blocks, strict=True), key=lambda e: statistics.median(e[0]))
-    return (
-        "Three panels, both axes logarithmic: latency in us over bytes, bandwidth in MB/s over "
-        "bytes, and the time of one staged message over the size of its blocks, measured and by "
-        f"the model. Least latency at {size_text(smallest.sizes[0])}: {smallest.path}, "
-        f"{1e6 * statistics.median(smallest.latency_s[0]):.3g} us. Most bandwidth at "
-        f"{size_text(largest.sizes[-1])}: {largest.path}, "
-        f"{1e-6 * statistics.median(largest.bandwidth[-1]):.3g} MB/s. Fastest blocks: "
-        f"{size_text(best[1])}."
-    )
 
 
 if __name__ == "__main__":

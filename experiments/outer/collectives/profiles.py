@@ -1,29 +1,26 @@
-"""What libraries make of an all-reduce on a cluster: models of each, with their sources.
+"""Models of the all-reduce of libraries on a cluster, with their sources.
 
-Nothing here is measured, and none of the libraries is called. Each profile is the algorithm that a
-library uses at a size, by its paper or source, with alpha-beta costs on two levels: ranks of one
-host are linked by `within`, hosts by `between`, one network card a host and way.
+Nothing is measured and no library is called. A profile is the algorithm that a library uses at a
+size, according to its paper or source, with alpha-beta costs on two levels: ranks of one host are
+linked by `within`, hosts by `between`, with one network card per host and direction.
 """
 
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 
 from experiments.outer.collectives.costs import Link
 from experiments.outer.collectives.figures import markdown, size_text
-from experiments.outer.collectives.picture import COLOURS, MARKERS, new_figure, save, settings
-from experiments.outer.collectives.plot import logarithmic
 from gpipe_hpc.models import build_model
 
 SIZES: Final = tuple(1024 * 4**power for power in range(10))
 
 
 class Cluster(NamedTuple):
-    """Hosts of `g` ranks each. `memory_byte_s`: what a byte of a copy on a device takes."""
+    """Hosts of `g` ranks each; `memory_byte_s` is the time to copy one byte on a device."""
 
     hosts: int
     g: int
@@ -38,12 +35,12 @@ class Cluster(NamedTuple):
 
     @property
     def slowest(self) -> Link:
-        """Return the link that a step waits for in which some rank sends to another host."""
+        """Return the link that limits a step in which some rank sends to another host."""
         return self.between if self.hosts > 1 else self.within
 
 
 class Use(NamedTuple):
-    """An algorithm, and what it takes."""
+    """An algorithm and its time."""
 
     algorithm: str
     seconds: float
@@ -53,19 +50,19 @@ class Use(NamedTuple):
 
 
 def ring(of: Cluster, b: float) -> Use:
-    """Ranks in the order of hosts: each step takes what the way to the next host takes."""
+    """Return a ring in the order of hosts; each step waits for the link to the next host."""
     n = of.ranks
     step_s = of.slowest.start_s + b / n * (of.slowest.byte_s + of.within.add_s)
     return Use("ring", 2 * (n - 1) * step_s)
 
 
 def recursive_doubling(of: Cluster, b: float) -> Use:
-    """Partners at distances 1, 2, ...: from g on, all ranks of a host share its card."""
+    """Return partners at distances 1, 2, ...; from g on, all ranks of a host share its card."""
     return Use("recursive doubling", sum(_exchange_s(of, d, b) for d in _distances(of)))
 
 
 def rabenseifner(of: Cluster, b: float) -> Use:
-    """Halve at distances 1, 2, ..., so that half stays within the host; double on the way back."""
+    """Return halving at distances 1, 2, ..., so that half stays within the host, then doubling."""
     took_s, part = 0.0, b
     for distance in _distances(of):
         part /= 2
@@ -74,9 +71,9 @@ def rabenseifner(of: Cluster, b: float) -> Use:
 
 
 def hierarchical(of: Cluster, b: float) -> Use:
-    """Reduce-scatter within hosts, one ring for each shard between them, all-gather within.
+    """Return a reduce-scatter within hosts, one ring per shard between them, and an all-gather.
 
-    The g rings between hosts share the cards: together they carry 2 (h-1)/h of the vector.
+    The g rings between hosts share the cards: together they send 2 (h-1)/h of the vector.
     """
     g, h = of.g, of.hosts
     inside_s = (g - 1) * (of.within.start_s + b / g * of.within.byte_s)
@@ -86,7 +83,7 @@ def hierarchical(of: Cluster, b: float) -> Use:
 
 
 def double_binary_tree(of: Cluster, b: float) -> Use:
-    """A chain within each host, two binary trees over hosts, each with half the vector."""
+    """Return a chain within each host and two binary trees over hosts with half the vector each."""
     start_s = 2 * (
         (of.g - 1) * of.within.start_s + math.ceil(math.log2(of.hosts)) * of.between.start_s
     )
@@ -113,7 +110,7 @@ _SEGMENT_BYTES: Final = 1024**2
 
 
 def gloo(of: Cluster, b: float) -> Use:
-    """Two segments a rank or more, of 1 MiB at most: a start-up for each, in both halves."""
+    """Return a ring with at least two segments per rank, each of at most 1 MiB."""
     n = of.ranks
     segments = max(2, math.ceil(b / n / _SEGMENT_BYTES))
     extra_s = 2 * (n - 1) * (segments - 1) * of.slowest.start_s
@@ -133,7 +130,7 @@ _NCCL: Final = {
 
 
 def nccl(of: Cluster, b: float) -> Use:
-    """The least of ring and double binary tree over three protocols, as its tuner adds up."""
+    """Return the fastest of ring and double binary tree over three protocols, as its tuner does."""
     n, g, h = of.ranks, of.g, of.hosts
     uses = []
     for (algorithm, protocol), (base, within, between, share) in _NCCL.items():
@@ -153,7 +150,7 @@ _CYCLE_S: Final = 1e-3
 
 
 def horovod(of: Cluster, b: float) -> Use:
-    """Half a cycle until the next look, a copy into the fusion buffer and back, and NCCL's sum."""
+    """Return half a cycle of waiting, copies into and out of the fusion buffer, and NCCL's sum."""
     inner = nccl(of, b)
     copies_s = 2 * b * of.memory_byte_s
     return Use(inner.algorithm, _CYCLE_S / 2 + copies_s + inner.seconds)
@@ -164,7 +161,7 @@ def ddl(of: Cluster, b: float) -> Use:
 
 
 def aluminum(of: Cluster, b: float) -> Use:
-    """The fastest of those it has of its own, and NCCL's ring."""
+    """Return the fastest of Aluminum's own algorithms and NCCL's ring."""
     return min(
         (recursive_doubling(of, b), rabenseifner(of, b), ring(of, b)), key=lambda use: use.seconds
     )
@@ -174,15 +171,15 @@ _MPICH_SHORT_BYTES: Final = 2048
 
 
 def mlsl(of: Cluster, b: float) -> Use:
-    """MPI's all-reduce, by MPICH's rule, carried out by processes of its own beside the ranks."""
+    """Return MPI's all-reduce by MPICH's rule, run by separate processes."""
     own = recursive_doubling if b <= _MPICH_SHORT_BYTES else rabenseifner
     return own(of, b)
 
 
 class Profile(NamedTuple):
-    """A library: what it uses at a size, and where that was read.
+    """A library: its algorithm at a size, and the source.
 
-    `fuses_bytes`: it puts several tensors into one buffer of so many; 0: each by itself.
+    `fuses_bytes` is the size of its fusion buffer; 0 if it sums each tensor separately.
     """
 
     name: str
@@ -237,15 +234,15 @@ PROFILES: Final = (
         "MLSL",
         mlsl,
         0,
-        "intel/MLSL: on top of MPI, with servers that progress beside the ranks; MPICH's rule "
+        "intel/MLSL: on top of MPI, with servers that run in parallel; MPICH's rule "
         "(2 KiB) stands for Intel MPI's, which was not found",
     ),
 )
-"""All are models. Their hardware is the same here; that of their papers was not."""
+"""Models on equal hardware; their papers used different hardware."""
 
 
 def exposed_s(profile: Profile, of: Cluster, tensors: Sequence[float]) -> tuple[int, float]:
-    """Return the number of sums, and what they take one after the other, for a list of tensors."""
+    """Return the number of sums and their total time for a list of tensors."""
     buffers: list[float] = []
     for size in tensors:
         if buffers and profile.fuses_bytes and buffers[-1] + size <= profile.fuses_bytes:
@@ -264,7 +261,7 @@ def resnet50_bytes() -> list[float]:
 
 
 def switches(profile: Profile, of: Cluster, least: int, most: int) -> list[tuple[int, str]]:
-    """Return the sizes at which a profile changes its algorithm, and to what; to a byte."""
+    """Return the sizes, exact to a byte, at which a profile changes to another algorithm."""
     found = []
     size = least
     while size < most:
@@ -289,17 +286,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command; the defaults are 16 hosts of 4 GPUs on 100 Gb/s."""
     add = parser.add_argument
     add("--hosts", type=int, default=16)
-    add("--group", type=int, default=4, help="ranks of a host")
+    add("--group", type=int, default=4, help="ranks per host")
     add("--within-latency", type=float, default=4e-6, help="seconds, between ranks of a host")
-    add("--within-bandwidth", type=float, default=40e9, help="bytes a second")
+    add("--within-bandwidth", type=float, default=40e9, help="bytes per second")
     add("--between-latency", type=float, default=6e-6, help="seconds, between hosts")
-    add("--between-bandwidth", type=float, default=12.5e9, help="bytes a second, of a host")
-    add("--memory-bandwidth", type=float, default=400e9, help="bytes a second of a copy")
-    add("--out", type=Path, help="folder for profiles.md and profiles.svg")
+    add("--between-bandwidth", type=float, default=12.5e9, help="bytes per second of a host")
+    add("--memory-bandwidth", type=float, default=400e9, help="bytes per second of a copy")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print and keep the table, the switches and the sums of a model's gradients."""
+    """Print the tables for a cluster."""
     of = Cluster(
         args.hosts,
         args.group,
@@ -307,16 +303,12 @@ def run(args: argparse.Namespace) -> None:
         Link(args.between_latency, 1 / args.between_bandwidth),
         1 / args.memory_bandwidth,
     )
-    text = said(of)
+    text = report(of)
     print(text)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "profiles.md").write_text(text + "\n", encoding="utf-8")
-        draw(of, args.out / "profiles.svg")
 
 
-def said(of: Cluster) -> str:
-    """Return the tables; each says that it is a model."""
+def report(of: Cluster) -> str:
+    """Return the tables in Markdown, marked as models."""
     lines = [
         f"All-reduce on {of.hosts} hosts of {of.g} ranks. **Models, no measurements**: ms.\n",
         markdown(
@@ -326,7 +318,7 @@ def said(of: Cluster) -> str:
                 for b in SIZES
             ],
         ),
-        "\nWhich algorithm, from which size on, and where that was read:\n",
+        "\nAlgorithms, the sizes from which they are used, and sources:\n",
     ]
     for profile in PROFILES:
         first = profile.use(of, SIZES[0]).algorithm
@@ -342,42 +334,7 @@ def said(of: Cluster) -> str:
         rows.append([profile.name, str(count), f"{1e3 * took_s:.3g}"])
     lines += [
         f"\nThe {len(tensors)} gradients of ResNet-50 ({sum(tensors) / 1e6:.1f} MB), summed one "
-        "after the other with nothing to hide behind:\n",
+        "after the other without overlap:\n",
         markdown(["library", "sums", "ms"], rows),
     ]
     return "\n".join(lines)
-
-
-def draw(of: Cluster, path: Path) -> None:
-    """Draw a line for each library; rings around points where it has changed its algorithm."""
-    sizes = [2**power for power in range(10, 29)]
-    with settings():
-        figure = new_figure(8.0, 5.0)
-        axes = figure.subplots()
-        for number, profile in enumerate(PROFILES):
-            took_ms = [1e3 * profile.use(of, b).seconds for b in sizes]
-            style = {"color": COLOURS[number], "linewidth": 1.0}
-            axes.plot(
-                *(sizes, took_ms),
-                marker=MARKERS[number],
-                markersize=3,
-                label=f"{profile.name} (model)",
-                **style,
-            )
-            for size, _ in switches(profile, of, sizes[0], sizes[-1]):
-                at_ms = 1e3 * profile.use(of, size).seconds
-                axes.plot([size], [at_ms], "o", markersize=11, fillstyle="none", **style)
-        logarithmic(axes)
-        axes.set_ylabel("ms")
-        axes.set_title(f"all-reduce, {of.hosts} hosts of {of.g} ranks: models, not measured")
-        axes.legend(fontsize="x-small")
-        save(figure, path, "Cost profiles of libraries: models", _described(of))
-
-
-def _described(of: Cluster) -> str:
-    ends = [min((p.use(of, b).seconds, p.name) for p in PROFILES) for b in (SIZES[0], SIZES[-1])]
-    return (
-        "Milliseconds of an all-reduce over bytes, both axes logarithmic, a line for each library; "
-        "rings mark where its algorithm changes. All lines are models. Fastest at "
-        f"{size_text(SIZES[0])}: {ends[0][1]}; at {size_text(SIZES[-1])}: {ends[1][1]}."
-    )

@@ -1,4 +1,4 @@
-"""Ranks of this machine: started, waited for, ended."""
+"""Start ranks on this machine, wait for them, and end them."""
 
 import json
 import os
@@ -22,10 +22,10 @@ _OF_LAUNCHERS: Final = (
 def run_ranks(
     module: str, size: int, words: Sequence[str], *, backend: str = "gloo", limit_s: float = 600.0
 ) -> Any:
-    """Run `python -m MODULE WORDS --out FILE` on some ranks; return what rank 0 wrote, as JSON.
+    """Run `python -m MODULE WORDS --out FILE` on `size` ranks; return the JSON that rank 0 wrote.
 
-    One CPU thread a rank. `backend`: mpi ranks are started by mpiexec, others by themselves. Ends
-    this process with the ranks' own words if they fail.
+    Each rank has one CPU thread. With the backend mpi, ranks are started by mpiexec. Exits with the
+    output of the ranks if they fail.
     """
     with tempfile.TemporaryDirectory(prefix="collectives_") as folder:
         result = Path(folder) / "result.json"
@@ -65,7 +65,7 @@ def _start(command: Sequence[str], environ: dict[str, str], log: Path) -> subpro
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
-    """Return once all have ended, one has failed, or the time is over."""
+    """Wait until all processes have ended, one has failed, or the time limit is reached."""
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:
         codes = [process.poll() for process in processes]
@@ -92,6 +92,6 @@ def _free_port() -> int:
 
 
 def _mpiexec() -> str:
-    """Return the mpiexec of this environment, as of the mpich wheel; else that of the PATH."""
+    """Return the mpiexec of this environment, for example of the mpich wheel, or of the PATH."""
     own = Path(sys.executable).with_name("mpiexec")
     return str(own) if own.exists() else "mpiexec"

@@ -1,11 +1,11 @@
-"""Trees along which a vector goes whole or in blocks: chains, k-nomial, two levels, binary.
+"""Trees along which a vector is sent, whole or in blocks: chains, k-nomial, two levels, binary.
 
-A pipelined tree sends block after block: rank at depth d hands on block k in step d + k. After the
-first block has reached the deepest rank, every edge carries a block in each step. The best block
-weighs that fill against a start-up for each block.
+A pipelined tree sends block after block: a rank at depth d forwards block k in step d + k. After
+the first block has reached the deepest rank, every edge carries a block in each step. The best
+block size balances that fill against one start-up per block.
 
-Legend: n ranks; positions count within the group, from 0; `root`: the position that has the vector,
-or gets the sum.
+Legend: n ranks; positions count within the group, from 0; `root` is the position that has the
+vector, or gets the sum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ class Tree(NamedTuple):
     parents: tuple[int | None, ...]
 
     def children(self, position: int) -> tuple[int, ...]:
-        """Return whom a position hands on to, in the order of positions."""
+        """Return the positions to which a position forwards, in ascending order."""
         return _children(self)[position]
 
     def path(self, position: int) -> list[int]:
@@ -45,7 +45,7 @@ class Tree(NamedTuple):
         return found[::-1]
 
     def depth(self, position: int) -> int:
-        """Return how many edges lead from the root to a position."""
+        """Return the number of edges from the root to a position."""
         return len(self.path(position)) - 1
 
     @property
@@ -55,14 +55,14 @@ class Tree(NamedTuple):
 
     @property
     def fan_out(self) -> int:
-        """Return the most children that a position has."""
+        """Return the largest number of children."""
         return max(map(len, _children(self)))
 
     @property
     def fill(self) -> int:
-        """Return how many messages, one after the other, bring the first block everywhere.
+        """Return the number of sequential messages until the first block is everywhere.
 
-        A rank with several children serves them in turn, so each child costs its parent's port.
+        A rank with several children serves them one after the other through its port.
         """
         paths = map(self.path, range(len(self.parents)))
         return max(sum(len(self.children(each)) for each in path[:-1]) for path in paths)
@@ -81,12 +81,12 @@ def _children(tree: Tree) -> tuple[tuple[int, ...], ...]:
 
 
 def chain(members: Sequence[int]) -> dict[int, int | None]:
-    """Return the parents of a chain: each hands on to the next."""
+    """Return the parents of a chain."""
     return dict(zip(members, [None, *members[:-1]], strict=True))
 
 
 def knomial(members: Sequence[int], radix: int) -> dict[int, int | None]:
-    """Return the parents of a k-nomial tree; of radix 2 it is binomial."""
+    """Return the parents of a k-nomial tree; radix 2 is binomial."""
 
     def parent(number: int) -> int | None:
         distance = 1
@@ -98,9 +98,9 @@ def knomial(members: Sequence[int], radix: int) -> dict[int, int | None]:
 
 
 def members_of(hosts: Sequence[int], root: int) -> list[list[int]]:
-    """Return the positions of each host, the root's first; the first of each is its leader.
+    """Return the positions of each host, its leader first.
 
-    The root leads its host; elsewhere the first position after the root does.
+    The root leads its host; other hosts are led by their first position after the root.
     """
     found: dict[int, list[int]] = {}
     for position in sorted(range(len(hosts)), key=lambda i: (i - root) % len(hosts)):
@@ -110,16 +110,17 @@ def members_of(hosts: Sequence[int], root: int) -> list[list[int]]:
 
 @lru_cache(maxsize=256)
 def chain_tree(n: int, root: int) -> Tree:
-    """Return the chain from the root upwards, and from the last position on to the first."""
+    """Return the chain that starts at the root and wraps around."""
     parents = chain([(root + i) % n for i in range(n)])
     return Tree(tuple(parents[i] for i in range(n)))
 
 
 @lru_cache(maxsize=256)
 def two_level_tree(hosts: tuple[int, ...], root: int, radix: int | None = None) -> Tree:
-    """Return a tree over one leader of each host, and a chain from each leader inside its host.
+    """Return a tree over the leaders of the hosts, and a chain from each leader within its host.
 
-    `hosts`: the host of each position. `radix`: of a k-nomial tree over the leaders; None: a chain.
+    `hosts` has the host of each position. The tree over the leaders is k-nomial with `radix`, or a
+    chain if it is None.
     """
     inside = members_of(hosts, root)
     leaders = [each[0] for each in inside]
@@ -134,8 +135,8 @@ def two_level_tree(hosts: tuple[int, ...], root: int, radix: int | None = None) 
 def double_binary_trees(n: int) -> tuple[Tree, Tree]:
     """Return two binary trees of which each rank is a leaf of one (Sanders, Speck, Traeff, 2009).
 
-    As NCCL builds them: of the first, odd ranks are the leaves; the second is its mirror image
-    where n is even, and the first one shifted by a rank where n is odd.
+    As NCCL builds them: odd ranks are the leaves of the first; the second is its mirror image if n
+    is even, and the first one shifted by a rank if n is odd.
     """
 
     def parent(i: int) -> int | None:
@@ -155,15 +156,15 @@ def double_binary_trees(n: int) -> tuple[Tree, Tree]:
 
 
 def blocks_of(count: int, block: int) -> tuple[ElementSpan, ...]:
-    """Cut `count` elements into blocks of `block`, the last one maybe shorter."""
+    """Split `count` elements into blocks of `block`; the last one may be shorter."""
     return tuple(ElementSpan(start, min(start + block, count)) for start in range(0, count, block))
 
 
-# What goes along them. Steps have a time, which is the same on all ranks.
+# Pipelines along trees. The time of a step is the same on all ranks.
 
 
 class _Times:
-    """The steps of one position, by time."""
+    """Messages of one position with their time steps."""
 
     def __init__(self, tree: Tree, position: int) -> None:
         self._depth, self._height = tree.depth(position), tree.height
@@ -174,14 +175,14 @@ class _Times:
         self.takes: list[tuple[int, PlanMove]] = []
 
     def broadcast_down(self, blocks: Sequence[ElementSpan], begin: int = 0) -> None:
-        """Hand blocks on from the root to all."""
+        """Add messages that forward blocks from the root to all."""
         for time, span in enumerate(blocks, begin + self._depth):
             self.down += [(time, move) for child in self._children for move in moves(child, span)]
             if self._parent is not None:
                 self.takes += [(time - 1, move) for move in moves(self._parent, span)]
 
     def sum_up(self, blocks: Sequence[ElementSpan]) -> None:
-        """Add blocks on the way from all to the root."""
+        """Add messages that sum blocks from all ranks to the root."""
         for time, span in enumerate(blocks, self._height - self._depth):
             self.adds += [
                 (time - 1, move) for child in self._children for move in moves(child, span)
@@ -191,10 +192,10 @@ class _Times:
 
 
 def _plan_of(*parts: _Times) -> Plan:
-    """Return the plan in which what has one time happens in one step.
+    """Return the plan in which messages with equal time are one step.
 
-    Two ranks may be each other's neighbours in two trees. Of what goes from one to the other in a
-    step, that which is added goes first, as a step expects it first.
+    Two ranks may be neighbours in both trees. Messages to be added come first within a step,
+    because a step expects them first.
     """
     steps: dict[int, tuple[list[PlanMove], ...]] = {}
     for kind, name in enumerate(("up", "down", "adds", "takes")):
@@ -208,14 +209,14 @@ def _plan_of(*parts: _Times) -> Plan:
 
 
 def pipelined_broadcast(place: PlanPosition, tree: Tree, count: int, block: int) -> Plan:
-    """Give every rank the root's vector, block after block."""
+    """Return the plan of a broadcast of the root's vector, block after block."""
     own = _Times(tree, place.position)
     own.broadcast_down(blocks_of(count, block))
     return _plan_of(own)
 
 
 def pipelined_reduce(place: PlanPosition, tree: Tree, count: int, block: int) -> Plan:
-    """Sum the vector at the root, block after block; others are left with partial sums."""
+    """Return the plan of a sum at the root, block after block; others end with partial sums."""
     own = _Times(tree, place.position)
     own.sum_up(blocks_of(count, block))
     return _plan_of(own)
@@ -224,7 +225,7 @@ def pipelined_reduce(place: PlanPosition, tree: Tree, count: int, block: int) ->
 def pipelined_all_reduce(
     place: PlanPosition, trees: Sequence[Tree], count: int, block: int
 ) -> Plan:
-    """Sum a part of the vector along each tree to its root, from where it goes back at once.
+    """Sum a part of the vector along each tree to its root, and send it back immediately.
 
     ```text
     a chain  0      1      2      3      4
@@ -247,11 +248,11 @@ def pipelined_all_reduce(
     return _plan_of(*parts)
 
 
-# Trees whose ranks serve one child after the other, each with the whole vector.
+# Trees whose ranks send the whole vector to one child after the other.
 
 
 def knomial_broadcast(place: PlanPosition, root: int, count: int, radix: int) -> Plan:
-    """Give every rank the root's vector; in each round all that have it send it to k-1 others."""
+    """Return a broadcast in which every rank with the vector sends it to k-1 others per round."""
 
     def steps() -> Iterator[PlanStep]:
         n, i = place.size, (place.position - root) % place.size
@@ -268,7 +269,7 @@ def knomial_broadcast(place: PlanPosition, root: int, count: int, radix: int) ->
 
 
 def binomial_reduce(place: PlanPosition, root: int, count: int) -> Plan:
-    """Sum the vector at the root; others are left with partial sums."""
+    """Return the plan of a sum at the root; others end with partial sums."""
 
     def steps() -> Iterator[PlanStep]:
         n, i = place.size, (place.position - root) % place.size
@@ -292,7 +293,7 @@ def tree_all_reduce(place: PlanPosition, count: int) -> Plan:
 def hierarchical_broadcast(
     place: PlanPosition, root: int, count: int, hosts: Sequence[int]
 ) -> Plan:
-    """Broadcast along a binomial tree of one rank a host, then along one inside each host."""
+    """Return a binomial broadcast over one rank per host, then one within each host."""
     leaders, inside = _levels(place, root, hosts)
     plan: Plan = ()
     if place.position in leaders:
@@ -303,7 +304,7 @@ def hierarchical_broadcast(
 def chain_binomial_reduce(
     place: PlanPosition, root: int, count: int, block: int, hosts: Sequence[int]
 ) -> Plan:
-    """Sum along a pipelined chain inside each host, then along a binomial tree of the leaders.
+    """Return a pipelined chain within each host, then a binomial tree of the leaders.
 
     S-Caffe's hierarchical reduce, for groups of 8 called CB-8 (Awan et al., PPoPP 2017).
     """
@@ -328,7 +329,7 @@ def _levels(place: PlanPosition, root: int, hosts: Sequence[int]) -> tuple[list[
 def _among(
     members: Sequence[int], place: PlanPosition, plan: Callable[[PlanPosition], Plan]
 ) -> Plan:
-    """Return a plan of some of the ranks, the first of which is its first."""
+    """Return a plan of some of the ranks, the first of which is its root."""
     own = PlanPosition(len(members), members.index(place.position))
     return renamed(plan(own), members.__getitem__)
 

@@ -1,4 +1,4 @@
-"""Which algorithm is the fastest over a link, for a size and a number of ranks."""
+"""The fastest algorithm over a link, by size and number of ranks."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,11 +7,11 @@ from typing import Final, NamedTuple
 from experiments.outer.collectives.costs import FORMS, PIPELINED, Link, best_block_bytes
 
 START_SHARE: Final = 0.05
-"""How much of a bucket's time may go into start-ups."""
+"""Share of a bucket's time that start-ups may take."""
 
 
 class Choice(NamedTuple):
-    """An algorithm, the block of its pipeline, and what the model says that it takes."""
+    """An algorithm, its block size, and its time by the model."""
 
     algorithm: str
     block_bytes: int
@@ -26,9 +26,9 @@ def choose(
     among: Sequence[str] | None = None,
     g: int = 1,
 ) -> Choice:
-    """Return the fastest of a collective's algorithms, the first of those that are equal.
+    """Return the fastest algorithm of a collective; the first one if several are equal.
 
-    `among`: names; None: all. `g`: ranks of a host, for those with two levels.
+    `among` restricts the names; `g` is the number of ranks per host.
     """
     names = tuple(FORMS[collective]) if among is None else among
     choices = [predicted(collective, name, link, n, num_bytes, g) for name in names]
@@ -38,7 +38,7 @@ def choose(
 def predicted(
     collective: str, algorithm: str, link: Link, n: int, num_bytes: int, g: int = 1
 ) -> Choice:
-    """Return what an algorithm takes, with its best block if it is pipelined."""
+    """Return the time of an algorithm, with the best block size if it is pipelined."""
     block = num_bytes or 1
     if algorithm in PIPELINED:
         block = best_block_bytes(collective, algorithm, link, n, num_bytes, g)
@@ -47,7 +47,7 @@ def predicted(
 
 
 class Crossover(NamedTuple):
-    """From `num_bytes` on `after` is faster, `before` below it."""
+    """A size from which `after` is faster than `before`."""
 
     num_bytes: int
     before: str
@@ -64,7 +64,7 @@ def crossovers(
 ) -> list[Crossover]:
     """Return the sizes at which the fastest closed form changes, ascending.
 
-    Looks at four sizes an octave, then halves the interval down to a byte.
+    Compares four sizes per octave, then bisects to a byte.
     """
 
     def fastest(num_bytes: int) -> str:
@@ -93,10 +93,10 @@ def crossovers(
 def bucket_bytes(
     link: Link, n: int, algorithm: str = "ring", share: float = START_SHARE
 ) -> int | None:
-    """Return the smallest bucket whose all-reduce spends no more than `share` on start-ups.
+    """Return the smallest bucket whose all-reduce spends at most `share` of its time on start-ups.
 
-    A smaller one would leave earlier but pay more of them; a larger one hides less behind the
-    backward. None where the link takes no time for bytes, or the algorithm has no fixed start-ups.
+    A smaller bucket would start earlier but pay more start-ups; a larger one overlaps less with the
+    backward. None if the time of the link does not depend on bytes, or the algorithm is pipelined.
     """
     one = FORMS["all_reduce"][algorithm]
     starts_s = link.start_s * one(n, 1.0, 1.0, 1).messages

@@ -1,1 +1,1 @@
-"""Replicas on two hosts that a slow link joins: what each way to combine them gives a user."""
+"""Training of replicas and stages on two hosts that are connected by a slow link."""

@@ -1,4 +1,4 @@
-"""Train over a slow link in several ways; print a table and draw a picture.
+"""Train over a slow link with several methods and layouts; print a table.
 
 python -m experiments.outer.slow_link --seconds 120 --out build/slow_link
 python -m experiments.outer.slow_link --rows plain,diloco --seconds 60
@@ -10,23 +10,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-from experiments.outer.slow_link.report import picture, table
+from experiments.outer.slow_link.report import table
 from experiments.outer.slow_link.rows import ROWS
-from experiments.outer.slow_link.running import Found, RowError, run_row
+from experiments.outer.slow_link.running import RowError, RowResult, run_row
 from experiments.two_hosts import LackingError, TwoHosts, measure
 
 _FIRST_PORT = 29_500
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.outer.slow_link")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of training, each row")
-    parser.add_argument("--rate", type=float, default=100e6, help="bits a second each way")
+    parser.add_argument("--seconds", type=float, default=120.0, help="seconds of training per row")
+    parser.add_argument("--rate", type=float, default=100e6, help="bits per second each way")
     parser.add_argument("--delay", type=float, default=0.005, help="seconds each way")
-    parser.add_argument("--rows", default=",".join(ROWS), help="names, one behind the other")
-    parser.add_argument("--out", type=Path, help="folder for the figures, the table, the picture")
-    parser.add_argument("overrides", nargs="*", help="settings of all rows, as NAME=VALUE")
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated names")
+    parser.add_argument("--out", type=Path, help="folder for figures.json and table.md")
+    parser.add_argument("overrides", nargs="*", help="settings of all rows, NAME=VALUE")
     args = parser.parse_args(words)
     unknown = set(args.rows.split(",")) - set(ROWS)
     if unknown:
@@ -44,9 +44,9 @@ def main() -> None:
     print(table(found))
 
 
-def measured(args: argparse.Namespace) -> dict[str, Found]:
+def measured(args: argparse.Namespace) -> dict[str, RowResult]:
     """Run the rows one after the other, each on a new pair of hosts."""
-    found: dict[str, Found] = {}
+    found: dict[str, RowResult] = {}
     accuracy = ""
     with tempfile.TemporaryDirectory(prefix="slow_link_") as folder:
         for number, name in enumerate(args.rows.split(",")):
@@ -77,13 +77,12 @@ def measured(args: argparse.Namespace) -> dict[str, Found]:
     return found
 
 
-def write(out: Path, found: dict[str, Found], accuracy: str) -> None:
-    """Write the figures, the table and the picture; again after each row."""
+def write(out: Path, found: dict[str, RowResult], accuracy: str) -> None:
+    """Write the results and the table."""
     out.mkdir(parents=True, exist_ok=True)
     figures = {name: each._asdict() for name, each in found.items()}
     (out / "figures.json").write_text(json.dumps(figures) + "\n")
     (out / "table.md").write_text(f"{accuracy}\n\n{table(found)}\n")
-    (out / "slow_link.svg").write_text(picture(found, "two hosts over a slow link"))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""The rows as a table and a picture."""
+"""The results as a table in Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from experiments.outer.slow_link.plot import Curve, draw
-from experiments.outer.slow_link.rows import BASE, LAYOUTS, METHODS, ROWS, Row
-from experiments.outer.slow_link.running import Found
+from experiments.outer.slow_link.rows import BASE, ROWS
+from experiments.outer.slow_link.running import Curve, RowResult
 
 
 def seconds_to(validation: Curve, target: float) -> float | None:
-    """Return the seconds at the first validation that is as good as `target`; None without."""
+    """Return the seconds of the first validation loss of at most `target`, or None."""
     return next((seconds for seconds, loss in validation if loss <= target), None)
 
 
-def table(found: Mapping[str, Found], base: str = BASE) -> str:
-    """Return a line for each row; `base`: the one whose last loss the others are timed to."""
+def table(found: Mapping[str, RowResult], base: str = BASE) -> str:
+    """Return one line per row; the seconds are those to the last validation loss of `base`."""
     lines = [
         "| row | ranks | steps/s | MB a step over the link | validation loss at the end | "
         f"seconds to {base}'s last loss | of its time |",
@@ -36,24 +35,3 @@ def table(found: Mapping[str, Found], base: str = BASE) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def picture(found: Mapping[str, Found], title: str) -> str:
-    """Return an SVG: validation loss over seconds of training, methods beside layouts."""
-    panels = {
-        what: curves
-        for what, rows in (
-            ("ways to combine", METHODS),
-            ("ways to lay out", (ROWS[BASE], *LAYOUTS)),
-        )
-        if (curves := _curves(found, rows))
-    }
-    return draw(panels, "seconds of training", "validation loss, nats a byte", title)
-
-
-def _curves(found: Mapping[str, Found], rows: Sequence[Row]) -> dict[str, Curve]:
-    return {
-        row.name: found[row.name].validation
-        for row in rows
-        if row.name in found and found[row.name].validation
-    }

@@ -1,11 +1,11 @@
-"""The contestants: sets of overrides of `gpipe_hpc.train`, and which ranks stand on which host."""
+"""The rows: settings of `gpipe_hpc.train`, and the ranks of each host."""
 
 from typing import Final, NamedTuple
 
 Places = tuple[tuple[int, ...], tuple[int, ...]]
 
-# Of every row. The rate of learning stays, so that losses compare at any time; the steps are
-# more than any row makes: a row ends by its time.
+# Settings of every row. The learning rate is constant, so that losses compare at any time; a row
+# ends by its time, not by its number of steps.
 COMMON: Final = (
     "model=gpt",
     "model.num_layers=4",
@@ -23,7 +23,7 @@ COMMON: Final = (
     "pipeline.recompute=never",
     "checkpoint.every=0",
     "trace.steps=0",
-    # Namespaces of one machine would share memory, past the link: hosts do not.
+    # Ranks in namespaces of one machine would otherwise send through shared memory.
     "comm.shared_memory=false",
 )
 
@@ -33,7 +33,7 @@ _STAGE_A_HOST: Final[Places] = ((0, 2), (1, 3))  # rank = replica x stages + sta
 
 
 class Row(NamedTuple):
-    """One contestant. `validate_every`: steps between validations, some seconds apart."""
+    """Settings and places of the ranks; `validate_every` is a number of steps."""
 
     name: str
     what: str
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 def _replicas(
     name: str, what: str, *overrides: str, validate_every: int, places: Places = _ONE_EACH
 ) -> Row:
-    """Return a row of replicas of one stage, a rank each."""
+    """Return a row of replicas with one rank each."""
     replicas = f"pipeline.replicas={sum(map(len, places))}"
     settings = (replicas, "pipeline.microbatches=1", *overrides)
     return Row(name, what, places, settings, validate_every)
@@ -53,7 +53,7 @@ def _replicas(
 
 BASE: Final = "plain"
 
-# How two replicas are combined over the link.
+# Methods that combine replicas over the link.
 METHODS: Final = (
     _replicas(BASE, "2 replicas, one on each host; every gradient is summed", validate_every=5),
     *(
@@ -67,14 +67,14 @@ METHODS: Final = (
     ),
     _replicas(
         "local_sgd",
-        "2 replicas train apart, averaged every 16 steps",
+        "2 replicas train separately, averaged every 16 steps",
         "outer=local_sgd",
         "outer.every=16",
         validate_every=32,
     ),
     _replicas(
         "diloco",
-        "2 replicas train apart, an outer step every 64",
+        "2 replicas train separately, an outer step every 64",
         "outer=diloco",
         "outer.every=64",
         validate_every=64,
@@ -109,7 +109,7 @@ def _layout(name: str, what: str, places: Places, *overrides: str, validate_ever
     return Row(name, what, places, ("pipeline.stages=2", *overrides), validate_every)
 
 
-# Which part of the layout the link cuts; pieces of two samples in each.
+# Layouts that place the link at different boundaries; micro-batches of two samples.
 LAYOUTS: Final = (
     _layout(
         "stages",

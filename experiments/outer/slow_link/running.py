@@ -1,4 +1,4 @@
-"""One row: train on two hosts for some seconds, and note what came of it."""
+"""Train one row on two hosts for some seconds, and collect the results."""
 
 import json
 import math
@@ -8,21 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from experiments.outer.slow_link.plot import Curve
 from experiments.outer.slow_link.rows import COMMON, Row
 from experiments.two_hosts import Counts, Ranks, TwoHosts, start_ranks
 
-_LOOK_S: Final = 0.01  # so that counts are taken close to the edges of steps
+Curve = list[tuple[float, float]]  # seconds of training, loss
+
+_LOOK_S: Final = 0.01  # polling interval: counts are read close to the ends of steps
 _START_S: Final = 240.0  # until the first step, on a busy machine
 _END_S: Final = 120.0
-_NOT_COUNTED: Final = 2  # steps at the start: they pay for what is done once
+_NOT_COUNTED: Final = 2  # first steps, which contain set-up work
 
 
-class Found(NamedTuple):
-    """What a row gave.
-
-    Seconds are those within steps: validations are not in them. Curves are (seconds, loss).
-    """
+class RowResult(NamedTuple):
+    """Results of a row; seconds are those within steps, without validations."""
 
     name: str
     steps: int
@@ -30,24 +28,24 @@ class Found(NamedTuple):
     losses: Curve  # of training
     validation: Curve
     counted_steps: int
-    there_bytes: int  # over the link in the steps counted, from the first host to the second
+    there_bytes: int  # over the link in the counted steps, from the first host to the second
     back_bytes: int
     lost_packets: int  # of the whole run
     late_s: float
 
     @property
     def steps_per_s(self) -> float:
-        """Return the mean."""
+        """Return the mean rate of steps."""
         return self.steps / self.seconds
 
     @property
     def step_bytes(self) -> float:
-        """Return what passed over the link in a step, the way that more passed; NaN unknown."""
+        """Return the bytes of a step over the link, in the direction with more; NaN if unknown."""
         return max(self.there_bytes, self.back_bytes) / (self.counted_steps or math.nan)
 
 
 class RowError(Exception):
-    """A row did not run; the text is what its ranks said."""
+    """A row did not run; the message is the output of its ranks."""
 
 
 def run_row(
@@ -57,8 +55,8 @@ def run_row(
     folder: Path,
     port: int,
     overrides: Sequence[str] = (),
-) -> Found:
-    """Train as a row says until its steps have taken some seconds."""
+) -> RowResult:
+    """Train with the settings of a row until its steps have taken `seconds`."""
     run = folder / row.name
     words = ["-m", "gpipe_hpc.train", *COMMON, *row.overrides, *overrides]
     words += [f"train.validate_every={row.validate_every}", f"run.dir={run}"]
@@ -67,7 +65,7 @@ def run_row(
     try:
         watched.until(0.0, _START_S)
         watched.until(seconds, 20 * seconds + _START_S)
-        ranks.signal(signal.SIGTERM)  # training ends at the edge of its step
+        ranks.signal(signal.SIGTERM)  # training ends after its current step
         ranks.wait(_END_S)
     finally:
         ranks.end()
@@ -75,27 +73,29 @@ def run_row(
 
 
 class _Watched:
-    """A run under way, seen through its metrics and the link's counts.
+    """Observer of a run through its metrics file and the link's counters.
 
-    What passes in a validation is not counted: those of a pipeline send activations, too.
+    Traffic of validations is not counted, because pipelines send activations then too.
     """
 
     def __init__(self, row: Row, pair: TwoHosts, ranks: Ranks, metrics: Path) -> None:
         self._row, self._pair, self._ranks, self._metrics = row, pair, ranks, metrics
-        self._num_read = 0  # bytes of the metrics
+        self._num_read = 0  # bytes of the metrics file
         self._seconds = 0.0
         self._losses: Curve = []
         self._validation: Curve = []
-        self._since: tuple[int, Counts] | None = None  # steps and counts where counting began
+        self._since: tuple[int, Counts] | None = None  # steps and counters at the start of counting
         self._counted, self._there, self._back = 0, 0, 0
 
     def until(self, seconds: float, limit_s: float) -> None:
-        """Return once the steps have taken some seconds; raises RowError."""
+        """Wait until the steps have taken `seconds`. Raises RowError."""
         deadline_s = time.monotonic() + limit_s
         while not self._losses or self._seconds < seconds:
             if None not in self._ranks.codes or time.monotonic() > deadline_s:
                 said = "\n".join(self._ranks.outputs)
-                raise RowError(f"{len(self._losses)} steps, and an end; ranks said:\n{said}")
+                raise RowError(
+                    f"ended after {len(self._losses)} steps; output of the ranks:\n{said}"
+                )
             time.sleep(_LOOK_S)
             for line in self._new_lines():
                 self._take(line)
@@ -133,10 +133,10 @@ class _Watched:
             self._back += passed.back.passed_bytes
             self._since = None
 
-    def found(self) -> Found:
-        """Return what there was, when all ranks have ended."""
+    def found(self) -> RowResult:
+        """Return the results after all ranks have ended."""
         counts = self._pair.link.counts()
-        return Found(
+        return RowResult(
             name=self._row.name,
             steps=len(self._losses),
             seconds=self._seconds,

@@ -1,9 +1,9 @@
-"""Simulate one step of jobs of 10 to 10,000 ranks on a described cluster, and draw the growth.
+"""Simulate one step of jobs of 10 to 10,000 ranks on a described cluster.
 
     python -m experiments.scale.simulation                       # two minutes of one core
     python -m experiments.scale.simulation --most-ranks 100      # tries it
 
-Writes a table in Markdown, the rows as JSON, and two pictures into the folder of --out.
+Writes table.md and rows.json into the folder of --out.
 """
 
 import argparse
@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from experiments.scale.simulation.jobs import Row, rows
-from experiments.scale.simulation.plot import draw
 from gpipe_hpc.planner.cluster_file import read_cluster
 
 HERE = Path(__file__).parent
@@ -69,9 +68,6 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "rows.json").write_text(json.dumps([asdict(row) for row in found], indent=1))
     (args.out / "table.md").write_text(table_of(found))
-    for growth in ("wider", "deeper"):
-        text = draw([row for row in found if row.growth == growth])
-        (args.out / f"{growth}.svg").write_text(text)
     print(
         f"{time.monotonic() - begin_s:.0f} s in all, {time.process_time() - begin_cpu_s:.0f} s of "
         f"one core; see {args.out}"

@@ -19,12 +19,12 @@ from gpipe_hpc.schedule import (
     simulate_job,
 )
 
-SCHEDULES = {"one_f_one_b": 1, "interleaved": 2, "zb_v": 2}  # with the stages of a rank
-# Replicas of 10 ranks, more and more of them; or pipelines that grow deeper as well.
+SCHEDULES = {"one_f_one_b": 1, "interleaved": 2, "zb_v": 2}  # stages per rank
+# Stages and replicas: more replicas of 10 ranks, or pipelines that also grow deeper.
 WIDER = [(10, replicas) for replicas in (1, 3, 10, 30, 100, 300, 1000)]
 DEEPER = [(10, 1), (20, 5), (50, 20), (100, 100)]
 MICROBATCHES_PER_RANK = 4
-TOGETHER_RANKS = 100  # up to which all ranks are simulated event by event as well
+TOGETHER_RANKS = 100  # largest job that is also simulated event by event
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gpipe_hpc.schedule.costs import Cost
 SEQ_LEN = 2048
 NUM_BLOCKS = 128
 WIDTH = 4096
-# What an accelerator of today reaches in large matrix products of bfloat16, about.
+# A typical rate of large bfloat16 matrix products on a current accelerator.
 FLOPS_PER_S = 400e12
 BUCKET_BYTES = 25e6  # the default of outer.bucket_bytes
 

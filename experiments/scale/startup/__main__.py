@@ -1,9 +1,9 @@
-"""Cost of starting: real tiny ranks on this machine, and one rank of a world of thousands.
+"""Cost of starting: real small ranks on this machine, and one rank of a world of thousands.
 
     python -m experiments.scale.startup                    # about two minutes of two cores
     python -m experiments.scale.startup --most-ranks 8     # tries it
 
-Writes a table in Markdown and its rows as JSON into the folder of --out.
+Writes startup.md and startup.json into the folder of --out.
 """
 
 import argparse
@@ -17,30 +17,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.scale.startup.rank_0 import DEVICES, StartCosts
+from experiments.scale.startup.rank_0 import DEVICES, RankCosts
 from experiments.scale.startup.ranks import Rank, check_alone, run
 from experiments.scale.startup.session import Part
 
 HERE = Path(__file__).parent
 REAL = (4, 8, 16, 32, 64)
-PLAYED = (64, 512, 4096, 16384)
+SIMULATED = (64, 512, 4096, 16384)
 
 
 def main() -> None:
-    """Run the measurements, print and write the results."""
+    """Run the measurements; print and write the results."""
     given = _arguments()
     check_alone()
     real = {number: run(number) for number in REAL if number <= given.most_ranks}
-    played = [_one(size, given.stages, kind) for kind in DEVICES for size in PLAYED]
-    opened = {size: _session(size, given.stages) for size in PLAYED}
-    tables = _table_of_real(real), _table_of_played(played), _table_of_parts(opened)
+    simulated = [_one(size, given.stages, kind) for kind in DEVICES for size in SIMULATED]
+    opened = {size: _session(size, given.stages) for size in SIMULATED}
+    tables = _table_of_real(real), _table_of_simulated(simulated), _table_of_parts(opened)
     text = "\n\n".join([_machine(), *tables]) + "\n"
     print(text)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "startup.md").write_text(text)
     rows = {
         "real": {number: [rank._asdict() for rank in ranks] for number, ranks in real.items()},
-        "played": [row._asdict() for row in played],
+        "simulated": [row._asdict() for row in simulated],
         "opened": {
             size: {name: part._asdict() for name, part in parts.items()}
             for size, parts in opened.items()
@@ -52,17 +52,17 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most-ranks", type=int, default=max(REAL), help="real ranks at most")
-    parser.add_argument("--stages", type=int, default=4, help="of a played pipeline")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder to write into")
+    parser.add_argument("--stages", type=int, default=4, help="stages of a simulated pipeline")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="folder to write into")
     return parser.parse_args()
 
 
-def _one(size: int, stages: int, kind: str) -> StartCosts:
+def _one(size: int, stages: int, kind: str) -> RankCosts:
     """Measure one rank in a separate process, so that its memory can be attributed."""
     given = [str(size), str(stages), kind]
     command = [sys.executable, "-m", "experiments.scale.startup.rank_0", *given]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return StartCosts(**json.loads(told.splitlines()[-1]))
+    return RankCosts(**json.loads(told.splitlines()[-1]))
 
 
 def _session(size: int, stages: int) -> dict[str, Part]:
@@ -110,7 +110,7 @@ def _table_of_real(found: dict[int, list[Rank]]) -> str:
     return _table(head, rows)
 
 
-def _table_of_played(found: Sequence[StartCosts]) -> str:
+def _table_of_simulated(found: Sequence[RankCosts]) -> str:
     rows = [
         [
             f"{one.size:,}",
@@ -129,7 +129,7 @@ def _table_of_played(found: Sequence[StartCosts]) -> str:
         for one in found
     ]
     head = (
-        "played ranks",
+        "simulated ranks",
         "device",
         "joined, s",
         "MB",
@@ -138,7 +138,7 @@ def _table_of_played(found: Sequence[StartCosts]) -> str:
         "keys of the store",
         "groups",
         "connected with",
-        "copies of its stage",
+        "replicas",
         "collectives",
         "bytes",
     )
@@ -152,17 +152,17 @@ def _table_of_parts(found: dict[int, dict[str, Part]]) -> str:
         for name, part in parts.items()
     ]
     head = (
-        "played ranks",
+        "simulated ranks",
         "part",
         "collectives of all",
         "of groups",
-        "bytes to all",
-        "to groups",
+        "sent to all",
+        "sent to groups",
         "keys",
         "connected with",
         "messages",
         "their bytes",
-        "bytes that all hear",
+        "received",
     )
     return _table(head, rows)
 

@@ -1,7 +1,7 @@
-"""Join a large world as its rank 0, with all other ranks simulated, and build a tiny model.
+"""Join a large world as its rank 0, with all other ranks simulated, and build a small model.
 
     python -m experiments.scale.startup.rank_0 16384 4 cpu           # ranks, stages, device
-    python -m experiments.scale.startup.rank_0 16384 4 accelerator   # one that is played
+    python -m experiments.scale.startup.rank_0 16384 4 accelerator   # a stand-in
 
 Prints one line of JSON. No rank does more than rank 0: it is in a group of every level, and decides
 the layout.
@@ -26,12 +26,16 @@ from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.stages.assembly import ParameterInfo
 
 
-class StartCosts(NamedTuple):
-    """What one rank took: seconds and megabytes, until it had joined and then for its model.
+class RankCosts(NamedTuple):
+    """Costs of one rank: seconds and megabytes until it has joined, and then for its model.
 
-    `keys`: of the store, that it asked for or wrote. `groups`: of torch's, that it formed.
-    `peers`: other ranks with which Gloo connects it, some of them twice. `copies`: of its stage.
-    `num_bytes`: that it gave to its `collectives`.
+    Args:
+        keys: keys of the store that it reads or writes
+        groups: groups of torch that it forms
+        peers: ranks with which Gloo connects it; some count twice
+        copies: replicas of its stage
+        collectives: number of collectives
+        num_bytes: bytes that it contributes to collectives
     """
 
     size: int
@@ -51,7 +55,7 @@ class StartCosts(NamedTuple):
 DEVICES: Final = ("cpu", "accelerator")
 
 
-def measure(size: int, stages: int, kind: str) -> StartCosts:
+def measure(size: int, stages: int, kind: str) -> RankCosts:
     """Join and build once in this process, as rank 0."""
     torch.set_num_threads(1)
     counts = no_counts()
@@ -73,7 +77,7 @@ def measure(size: int, stages: int, kind: str) -> StartCosts:
     built_s = time.perf_counter() - began_s
     copies = pipe.sharers(0).size
     groups = counts.groups
-    return StartCosts(
+    return RankCosts(
         size,
         kind,
         joined_s,
@@ -90,7 +94,7 @@ def measure(size: int, stages: int, kind: str) -> StartCosts:
 
 
 def others_say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Sequence[Any]:
-    """Return what ranks say: a proof of their own, parameters of their stage, else the same."""
+    """Return the values of simulated ranks: their proofs, parameters of their stage, or copies."""
     match value:
         case (bytes(), *rest):
             return [(secret.prove(f"rank {rank}"), *rest) for rank in ranks]
@@ -116,4 +120,4 @@ def _resident_mb() -> float:
 if __name__ == "__main__":
     size, stages, kind = sys.argv[1:]
     print(json.dumps(measure(int(size), int(stages), kind)._asdict()), flush=True)
-    os._exit(0)  # nobody else is there to end with
+    os._exit(0)  # no other rank takes part in a shutdown

@@ -1,4 +1,4 @@
-"""Real tiny ranks on this machine: processes that join, create their groups and build a model.
+"""Real small ranks on this machine: processes that join, create their groups and build a model.
 
 They are forked from a process that has imported torch, so times do not include the import.
 """
@@ -24,10 +24,12 @@ WIDTH = 8
 
 
 class Rank(NamedTuple):
-    """What one rank took: seconds since the first was forked, and CPU seconds of its own.
+    """Costs of one rank: seconds since the first one was forked, and its CPU seconds.
 
-    `files`: open descriptors once the model is built, `sockets` those of them that are sockets.
-    `private_mb`: memory that it shares with no other process.
+    Args:
+        files: open descriptors after the model is built
+        sockets: those that are sockets
+        private_mb: memory that is not shared with other processes
     """
 
     joined_s: float
@@ -41,7 +43,7 @@ class Rank(NamedTuple):
 
 
 def layers(number: int = STAGES) -> list[LayerSpec]:
-    """Return a tiny model."""
+    """Return a small model."""
     return [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(number)]
 
 

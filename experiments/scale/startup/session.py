@@ -1,9 +1,9 @@
-"""Open a run as rank 0 of a large world, all others played, keep a copy in memory elsewhere, save.
+"""Open a run as rank 0 of a large world, copy its state to a neighbour's memory, and save.
 
     python -m experiments.scale.startup.session 4096 4                       # ranks, stages
     python -m experiments.scale.startup.session 4096 4 outer.shard=flat      # and settings
 
-Prints a line of JSON for each part: what rank 0 says and hears, of which no rank has more.
+Prints one line of JSON per part: the traffic of rank 0, which is the largest of all ranks.
 """
 
 import json
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def model(stages: int) -> list[LayerSpec]:
-    """Return a tiny model with one layer per stage."""
+    """Return a small model with one layer per stage."""
     return [LayerSpec(nn.Linear, _WIDTH, _WIDTH) for _ in range(stages)]
 
 
@@ -72,7 +72,7 @@ def measure_session(size: int, stages: int, *settings: str) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     seen = [_now(world, counts)]
 
-    # While data are opened all meet once a second: how often says how busy this machine is.
+    # Ranks synchronize once a second while data are opened; the count would depend on the load.
     without_deadline = patch.object(heartbeat, "_MEET_EVERY_S", 600.0)
 
     def done(name: str) -> None:
@@ -82,21 +82,21 @@ def measure_session(size: int, stages: int, *settings: str) -> dict[str, Part]:
     with tempfile.TemporaryDirectory() as folder, without_deadline:
         config = compose_config([*_settings(size, stages, folder), *settings])
         check_settings(world, config)
-        done("comparing the settings")
+        done("compare the settings")
         run = RunIdentity(Path(folder) / "run", "the_run", False, lineage="a")
         (run.folder / "checkpoints").mkdir(parents=True)
         copies = open_copies(world, Path(folder), run.name, {"lineage": "a", "layout": "one"})
-        done("opening the copies")
+        done("open the copies")
         session = open_session(config, world, run, None, copies)
-        done("opening the session")
+        done("open the session")
         check_before_run(config, world, session.planned)
-        done("looking before the run")
+        done("check before the run")
         session.copy()
-        done("copying to a neighbour")
+        done("copy to a neighbour")
         step_on_nothing(session.optimizer)
         seen[-1] = _now(world, counts)
         session.pipe.save(Path(folder) / "saved", session.optimizer)
-        done("saving a checkpoint")
+        done("save a checkpoint")
         session.close()
         copies.remove()
     return parts
@@ -130,10 +130,10 @@ def _settings(size: int, stages: int, folder: str) -> list[str]:
 
 
 def _say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Sequence[Any]:
-    """Return what ranks say: of which of them each speaks, where it says that; else as ever.
+    """Return the values of simulated ranks, equal to this rank's unless they describe a rank.
 
-    The one behind this rank has the number that makes up for its own. Ranks of other replicas have
-    to write what those of the first have.
+    The rank after this one returns the number that cancels this rank's. Ranks of other replicas
+    have to write what those of the first have.
     """
     match value:
         case RankReport() | [RankReport(), *_]:
@@ -170,4 +170,4 @@ if __name__ == "__main__":
     for name, part in measure_session(int(size), int(stages), *settings).items():
         print(json.dumps({"part": name, **part._asdict()}), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # nobody else is there to end with
+    os._exit(0)  # no other rank takes part in a shutdown

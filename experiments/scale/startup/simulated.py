@@ -1,8 +1,8 @@
 """One real rank of a large world whose other ranks are simulated: they answer like this rank.
 
-The default process group is torch's own, of all ranks. The small groups meet by way of the store
-and are played from then on. The store is played, too: what another rank would have put there is
-there as soon as this one has put up its own.
+The default process group is torch's own, of all ranks. Small groups are formed through the store
+and simulated from then on. The store is simulated too: the key of another rank exists as soon as
+this rank has written its own.
 """
 
 import importlib
@@ -41,18 +41,21 @@ from gpipe_hpc.pytree import Nest
 T = TypeVar("T")
 
 Others = Callable[[Secret, Any, Sequence[int]], Sequence[Any]]
-"""Returns what each of some ranks, which know a secret, says where this one says a value."""
+"""Maps the secret, a value of this rank and some ranks to the values of these ranks."""
 
 
 class Counts(NamedTuple):
-    """What this rank did.
+    """Counters of what this rank did.
 
-    `asked` and `told`: keys that it has read or waited for in the store, and written.
-    `groups`: of each group of torch's that it formed, with how many ranks Gloo connects it, itself
-    among them. `pairs`: with whom it is connected beside those.
-    `collectives`: by name. `num_bytes`: that it gave to collectives. `heard`: bytes that objects of
-    collectives brought to it and to all others alike; what rank 0 alone hears is not among them.
-    `messages`: how many it sent from rank to rank, and their bytes.
+    Args:
+        asked: keys that it read from the store or waited for
+        told: keys that it wrote
+        groups: for each group of torch that it formed, the number of its ranks that are connected
+        pairs: ranks with which it is connected outside of these groups
+        collectives: number of collectives by name
+        num_bytes: bytes that it contributed, by name
+        heard: bytes of object collectives that all ranks received; without those for rank 0 only
+        messages: number and bytes of point-to-point messages that it sent
     """
 
     asked: set[str]
@@ -106,7 +109,7 @@ class SimulatedStore(Store):
         self._counts.asked.update(keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write a value if the current one is as expected."""
+        """Write a value if the current one equals the expected one."""
         self._counts.told.add(key)
         found: bytes = self._store.compare_set(key, expected, desired)
         return found
@@ -129,7 +132,7 @@ class SimulatedStore(Store):
 
 
 class SimulatedGroup(SoloGroup):
-    """A group of one real rank among simulated ones, whose values `others` returns."""
+    """A group of one real rank and simulated ones, whose values `others` returns."""
 
     def __init__(
         self,
@@ -146,7 +149,7 @@ class SimulatedGroup(SoloGroup):
         self.num_calls = self.num_bytes = 0  # of this group
 
     def scatter_object(self, values: Sequence[Any] | None, root: int) -> Any:
-        """Return this rank's value, which is the root's first one."""
+        """Return the first value of the root, which is for this rank."""
         assert values is not None, "no other rank deals"
         self._count("scatter_object", sum(len(dumps(value, "dealing")) for value in values))
         return self._heard("scatter_object", values[self.position])
@@ -166,17 +169,17 @@ class SimulatedGroup(SoloGroup):
 
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Return this rank's own value, which equals the root's."""
-        self._count("broadcast_object", len(dumps(value, "a played collective")))
+        self._count("broadcast_object", len(dumps(value, "a simulated collective")))
         return self._heard("broadcast_object", value)
 
     def _said(self, name: str, value: Any) -> list[Any]:
-        self._count(name, len(dumps(value, "a played collective")))
-        # Objects of their own, as they come from elsewhere: one that comes twice is written once.
-        told = (dumps(each, "a played collective") for each in self._others(value, self.ranks))
-        return [loads(each, "a played collective") for each in told]
+        self._count(name, len(dumps(value, "a simulated collective")))
+        # Separate objects, as if received: pickle writes a repeated object only once.
+        told = (dumps(each, "a simulated collective") for each in self._others(value, self.ranks))
+        return [loads(each, "a simulated collective") for each in told]
 
     def _heard(self, name: str, value: T) -> T:
-        self._counts.heard[name] += len(dumps(value, "a played collective"))
+        self._counts.heard[name] += len(dumps(value, "a simulated collective"))
         return value
 
     def start_all_reduce(self, tensor: torch.Tensor) -> CollectiveHandle:
@@ -225,7 +228,7 @@ class SimulatedGroup(SoloGroup):
 
 
 class SimulatedTransport:
-    """Channels whose peers send the last message that this rank has sent in the same lane."""
+    """Channels on which peers send back the last message of this rank in the same lane."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -251,7 +254,7 @@ class SimulatedTransport:
 
 
 class StandIn:
-    """A device whose tensors are on the host, and whose backend opens no connections.
+    """A device with tensors on the host, whose backend opens no connections.
 
     Its ranks use Gloo and the store like ranks with NCCL.
     """
@@ -266,8 +269,8 @@ class StandIn:
         return getattr(self._host, name)
 
 
-class SimulatedGroupFactory(ProcessGroupFactory):
-    """Meets the others as ever; then it is connected with nobody, and counts with how many."""
+class CountingFormer(ProcessGroupFactory):
+    """Forms groups through the store; opens no connections but counts them."""
 
     def __init__(self, counts: Counts, *given: Any) -> None:
         super().__init__(*given)
@@ -294,7 +297,7 @@ class SimulatedWorld(ProcessWorld):
         super().__init__(device, 60.0, shares_memory=False, **options)
 
     def _make_former(self, *given: Any) -> ProcessGroupFactory:
-        return SimulatedGroupFactory(self._counts, *given)
+        return CountingFormer(self._counts, *given)
 
     def _group_of(self, members: Sequence[int]) -> Group:
         formed = super()._group_of(members)
@@ -307,7 +310,7 @@ class SimulatedWorld(ProcessWorld):
     def transport(
         self, channels: Sequence[PlacedChannel], device: Device | None = None
     ) -> Transport:
-        """Open the channels as ever; then what goes over them is played."""
+        """Open the channels; messages are then simulated."""
         super().transport(channels, device)
         return SimulatedTransport(self._counts)
 
@@ -326,5 +329,5 @@ def join(
     with default_group_settings():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     world = SimulatedWorld(device, counts, others)
-    world.store = store  # torch calls it from C++, and does not keep it alive
+    world.store = store  # torch calls it from C++ without holding a reference
     return world, time.perf_counter() - began_s

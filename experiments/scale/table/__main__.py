@@ -1,10 +1,10 @@
-"""Seconds and megabytes of making the tables of each schedule, on rank 0 and elsewhere.
+"""CPU seconds and megabytes of building the tables of each schedule.
 
     python -m experiments.scale.table                                  # 64 x 512, then 512 x 2,048
     python -m experiments.scale.table --sizes 8x32                     # tries it
     python -m experiments.scale.table --sizes 512x2048 --schedules one_f_one_b
 
-Each table is made in a process of its own. Writes a table in Markdown and its rows as JSON into the
+Each table is built in its own process. Writes a table in Markdown and its rows as JSON into the
 folder of --out.
 """
 
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.scale.table.one import Made
+from experiments.scale.table.one import TableCosts
 from gpipe_hpc.schedule.families.known import FAMILIES
 
 HERE = Path(__file__).parent
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 def main() -> None:
     """Run the measurements, print and write the results."""
     given = _arguments()
-    rows: list[Made] = []
+    rows: list[TableCosts] = []
     for size in given.sizes:
         for name in given.schedules:
             rows.append(_made(name, *map(int, size.split("x"))))
@@ -45,12 +45,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _made(name: str, ranks: int, microbatches: int) -> Made:
+def _made(name: str, ranks: int, microbatches: int) -> TableCosts:
     """Build the tables of one schedule in a separate process, to measure its memory."""
     words = [name, str(ranks), str(microbatches)]
     command = [sys.executable, "-m", "experiments.scale.table.one", *words]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return Made(**json.loads(told))
+    return TableCosts(**json.loads(told))
 
 
 _HEAD = (
@@ -60,7 +60,7 @@ _HEAD = (
 )
 
 
-def _line(made: Made) -> str:
+def _line(made: TableCosts) -> str:
     parts = made.build_s, made.lower_s, made.check_s, made.evaluation_s, made.digest_s
     return (
         f"| {made.schedule} | {made.ranks} x {made.microbatches:,} | {made.num_actions:,} | "

@@ -1,4 +1,4 @@
-"""One table, made in this process alone: what it takes, as a line of JSON.
+"""Build the tables of one schedule in this process; print the costs as one line of JSON.
 
 python -m experiments.scale.table.one one_f_one_b 64 512
 """
@@ -22,7 +22,7 @@ from gpipe_hpc.schedule import (
 )
 
 
-class Made(NamedTuple):
+class TableCosts(NamedTuple):
     """Costs of a schedule's two tables: CPU seconds, megabytes, and the data for another rank."""
 
     schedule: str
@@ -50,7 +50,7 @@ class Made(NamedTuple):
         return self.total_s / self.num_actions * 1e6
 
 
-def make(schedule: str, ranks: int, microbatches: int) -> Made:
+def make(schedule: str, ranks: int, microbatches: int) -> TableCosts:
     """Build, recompute, lower and check a table as a layout does, then distribute it."""
     before_mb = _peak_mb()
     marks = [time.process_time()]
@@ -81,7 +81,7 @@ def make(schedule: str, ranks: int, microbatches: int) -> Made:
     for head, (kinds, which, numbers) in zip(heads, sent, strict=True):
         list(with_row(head, fullest, Row.of_bytes(kinds, which, numbers)).ranks[fullest])
     mark()
-    return Made(
+    return TableCosts(
         schedule,
         ranks,
         microbatches,

@@ -16,7 +16,7 @@ from experiments.outer.collectives.costs import (
 )
 from experiments.outer.collectives.fitting import Sample, fit
 from experiments.outer.collectives.menu import PLANNERS, Case, hosts_of, plan
-from experiments.outer.collectives.one_port import played_s
+from experiments.outer.collectives.one_port import simulated_s
 from experiments.outer.collectives.trees import double_binary_trees
 from experiments.outer.collectives.tuning import bucket_bytes, choose, crossovers, predicted
 from gpipe_hpc.comm.collectives.plan import PlanPosition
@@ -50,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize(("collective", "name", "size", "group"), CASES)
 def test_plans_take_what_their_closed_forms_say(collective, name, size, group):
     form = LINK.seconds(FORMS[collective][name](size, COUNT, BLOCK, group))
-    took = played_s(plans_of(collective, name, size, group=group), LINK)
+    took = simulated_s(plans_of(collective, name, size, group=group), LINK)
     by_halves = name in ("rabenseifner", "halving", "doubling", "scatter_ring", "scatter_doubling")
     if by_halves and not is_power_of_two(size):
         assert 0.5 * form <= took <= form * (1 + 1e-9)

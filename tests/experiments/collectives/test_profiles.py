@@ -76,11 +76,9 @@ def test_fusion_makes_few_sums_of_many():
     assert exposed_s(BY_NAME["NCCL"], CLUSTER, [20e6, 4e6, 2e6])[0] == 2
 
 
-def test_the_command_says_that_all_are_models_and_names_their_sources(tmp_path, capsys):
-    assert main(["profiles", f"--out={tmp_path}"]) == 0
+def test_the_command_says_that_all_are_models_and_names_their_sources(capsys):
+    assert main(["profiles"]) == 0
     said = capsys.readouterr().out
     assert "Models, no measurements" in said and said.count("Source: ") == len(PROFILES) == 7
     assert "The 161 gradients of ResNet-50 (102.2 MB)" in said
-    picture = (tmp_path / "profiles.svg").read_text()
-    assert picture.count("(model)") == len(PROFILES) and "All lines are models" in picture
     assert sum(resnet50_bytes()) == 4 * 25_557_032
