@@ -1,9 +1,9 @@
-"""Inject causes into runs of four ranks, and compare the report's first advice with the truth.
+"""Inject causes into runs of four ranks, and compare the first advice of the report with the truth.
 
     python -m experiments.causes [CAUSE ...]
 
-The truth is what a mean step takes with the cause, less what it takes without: the mean of a run
-before and a run behind, since other work on the machine comes and goes. Runs stay in `out/`.
+The truth is the mean step of a run with the cause, minus the mean of two runs without it, one
+before and one after, because other load changes. Runs stay in `out/`.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from gpipe_hpc.report.accounting import Account, account_of
 from gpipe_hpc.report.findings import Finding, findings_of
 from gpipe_hpc.report.record import read_record
 
-_LINK: Final = ("--rate", "1e9", "--ranks", "2")  # 125 MB a second, two ranks on each host
+_LINK: Final = ("--rate", "1e9", "--ranks", "2")  # 125 MB per second, two ranks on each host
 _OUT: Final = Path(__file__).parent / "out"
 
 
@@ -45,19 +45,19 @@ CAUSES: Final = {
 }
 
 
-class Seen(NamedTuple):
+class RunReport(NamedTuple):
     """The report of a run: its breakdown of a step, and its findings."""
 
     account: Account
     findings: list[Finding]
 
 
-def see(folder: Path) -> Seen:
+def see(folder: Path) -> RunReport:
     """Return the report of a run."""
     record = read_record(folder)
     account = account_of(record)
     assert account is not None, "steps were done"
-    return Seen(account, findings_of(record, account))
+    return RunReport(account, findings_of(record, account))
 
 
 def train(
@@ -76,7 +76,7 @@ def train(
     ]
     ahead = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
     if delay_s is not None:
-        # Both hosts are on one machine, whose processes could hand tensors over in memory.
+        # Ranks of both hosts would otherwise send through shared memory of their machine.
         words.append("comm.shared_memory=false")
         ahead = ["-m", "experiments.two_hosts", *_LINK, "--delay", str(delay_s), "--"]
     done = subprocess.run(
@@ -93,14 +93,14 @@ def run(name: str) -> None:
     no_delay_s = None if cause.delay_s is None else 0.0
     train(folder / "before", (), 0, no_delay_s)
     train(folder / "with", cause.settings, cause.checkpoint_every, cause.delay_s)
-    train(folder / "behind", (), 0, no_delay_s)
+    train(folder / "after", (), 0, no_delay_s)
 
 
 def row(name: str) -> str:
     """Return the line of the table for a cause."""
     cause, folder = CAUSES[name], _folder(name)
     seen = see(folder / "with")
-    usual_s = fmean(see(folder / each).account.step_s for each in ("before", "behind"))
+    usual_s = fmean(see(folder / each).account.step_s for each in ("before", "after"))
     truth_s = seen.account.step_s - usual_s
     first = seen.findings[0]
     mark = "" if first.what.startswith(cause.said) else " (another cause)"
@@ -116,7 +116,7 @@ def _folder(name: str) -> Path:
 
 def main() -> None:
     """Print a line of the table for each cause."""
-    print("| injected | the report's first advice | gain told, ms | truth, ms | error |")
+    print("| injected | the report's first advice | predicted saving, ms | truth, ms | error |")
     print("|---|---|---|---|---|", flush=True)
     for name in sys.argv[1:] or list(CAUSES):
         run(name)

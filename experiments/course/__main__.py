@@ -53,26 +53,26 @@ def title(path: Path) -> str:
 
 
 def execute(path: Path) -> None:
-    """Print the text of a page and run its code, cell by cell, as a notebook would."""
+    """Print the text of a page and run its code cell by cell, like a notebook."""
     names: dict[str, object] = {"__name__": "__main__", "__file__": str(path)}
     for cell in cells(path):
         if cell.is_text:
             print(f"\n{cell.source}\n", flush=True)
         else:
-            blank = "\n" * cell.line  # so that a traceback has the lines of the file
+            blank = "\n" * cell.line  # tracebacks show the line numbers of the file
             exec(compile(blank + cell.source, str(path), "exec"), names)
 
 
 def trouble(path: Path) -> str:
-    """Return what a page says about numbers that do not come out."""
+    """Return the page's section on numbers that do not come out."""
     text = "\n".join(cell.source for cell in cells(path) if cell.is_text)
     return TROUBLE + text.partition(TROUBLE)[2]
 
 
 def execute_all() -> int:
-    """Run every page; print a line for each, and the output of those that fail."""
+    """Run every page; print one line for each, and the output of pages that fail."""
     failed = 0
-    sys.stdin = io.StringIO()  # nobody is asked for predictions
+    sys.stdin = io.StringIO()  # no predictions are asked for
     for path in pages().values():
         began = time.monotonic()
         output = io.StringIO()
@@ -112,7 +112,7 @@ def write_notebooks() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the command line asks for."""
+    """Run the command line."""
     if not arguments:
         print(__doc__)
         print("\n".join(title(path) for path in pages().values()))

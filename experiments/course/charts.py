@@ -1,6 +1,6 @@
-"""Small charts as SVG: readable in light and dark, with a description for screen readers.
+"""Small SVG charts for light and dark pages, with a description for screen readers.
 
-Series differ by dash and marker as well as by colour. The description lists the values.
+Series differ in dashes and markers as well as in colour. The description lists the values.
 """
 
 import html
@@ -26,12 +26,12 @@ Points = Sequence[tuple[float, float]]
 
 
 def bars(title: str, unit: str, rows: Mapping[str, float | tuple[float, float, float]]) -> str:
-    """Draw a horizontal bar for each row; of three numbers, the outer two are a spread.
+    """Draw a horizontal bar for each row, with a line between the quartiles if they are given.
 
     Args:
-        title: what is shown.
-        unit: of the values.
-        rows: a value, or (first quartile, median, third quartile), by label.
+        title: title of the chart
+        unit: unit of the values
+        rows: a value, or (first quartile, median, third quartile), by label
     """
     triples = {name: v if isinstance(v, tuple) else (v, v, v) for name, v in rows.items()}
     most = max(high for _, _, high in triples.values()) or 1.0
@@ -62,15 +62,15 @@ def lines(
     log: bool = False,
     dots: Iterable[str] = (),
 ) -> str:
-    """Draw lines with markers; both axes are logarithmic with `log`.
+    """Draw lines with markers.
 
     Args:
-        title: what is shown.
-        x_label: of the horizontal axis, with its unit.
-        y_label: of the vertical axis, with its unit.
-        series: points by name.
-        log: whether both axes are logarithmic; otherwise the vertical one starts at 0.
-        dots: names of series that are drawn as markers alone, as measured ones are.
+        title: title of the chart
+        x_label: label of the horizontal axis, with its unit
+        y_label: label of the vertical axis, with its unit
+        series: points by name
+        log: whether both axes are logarithmic; otherwise the vertical one starts at 0
+        dots: names of series drawn as markers only, for example measured ones
     """
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]

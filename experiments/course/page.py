@@ -1,4 +1,4 @@
-"""What the pages of the course share: predict, run a command, show a picture, give the answer.
+"""Functions for the pages of the course: predict, run a command, show a picture, give the answer.
 
 Pictures and notebooks go to `experiments/course/out`, which git ignores.
 """
@@ -21,7 +21,7 @@ TIMEOUT_S: Final = 120.0
 
 
 class Simulated(NamedTuple):
-    """What `gpipe_hpc.draw` prints below its picture; the bubble is a share of the total time."""
+    """The numbers that `gpipe_hpc.draw` prints; the bubble is a share of the total time."""
 
     makespan: float
     bubble: float
@@ -29,7 +29,7 @@ class Simulated(NamedTuple):
 
 
 def predict(question: str) -> str | None:
-    """Ask for a prediction in a terminal or a notebook; return None where nobody can answer."""
+    """Ask for a prediction in a terminal or a notebook; return None if neither is there."""
     is_notebook = "ipykernel" in sys.modules
     if not is_notebook and not sys.stdin.isatty():
         return None
@@ -40,13 +40,13 @@ def predict(question: str) -> str | None:
 
 
 def run(command: str, *, ranks: int = 1, lines: str = "", may_fail: bool = False) -> str:
-    """Run a command in the top folder of the repository; print and return what it prints.
+    """Run a command in the top folder of the repository; print and return its output.
 
     Args:
-        command: a module and its arguments, as after `python -m`.
-        ranks: processes; more than one are started by torchrun.
-        lines: a regular expression; only lines that it matches are printed. Empty: all lines.
-        may_fail: whether an exit code other than 0 is part of the exercise.
+        command: a module and its arguments, as after `python -m`
+        ranks: number of processes; several are started by torchrun
+        lines: a regular expression; only matching lines are printed; empty for all lines
+        may_fail: whether an exit code other than 0 is part of the exercise
     """
     words = shlex.split(command)
     shown, started = ["python", "-m", *words], [sys.executable, "-m", *words]
@@ -68,7 +68,7 @@ def run(command: str, *, ranks: int = 1, lines: str = "", may_fail: bool = False
 
 
 def _output(command: Sequence[str]) -> tuple[int, str]:
-    """Return exit code and output; whatever it started ends with it, also after Ctrl-C."""
+    """Return exit code and output; end all started processes, also after Ctrl-C."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -100,7 +100,7 @@ def found(pattern: str, text: str) -> str:
 
 
 def simulated(text: str) -> Simulated:
-    """Return the numbers in what `gpipe_hpc.draw` printed."""
+    """Parse the output of `gpipe_hpc.draw`."""
     bubble = re.search(r"makespan ([\d.]+), bubble ([\d.]+)%", text)
     peaks = re.search(r"live activations .*peaks ([\d. ]+)", text)
     if bubble is None or peaks is None:
@@ -127,7 +127,7 @@ def draw(name: str, settings: str) -> Simulated:
 
 
 def planned(text: str) -> list[dict[str, float]]:
-    """Return what `gpipe_hpc.plan` prints of each rank: bytes by column, as `activations`."""
+    """Parse the output of `gpipe_hpc.plan`: bytes of each rank by the name of the column."""
     rows = iter(text.splitlines())
     names = next(row for row in rows if row.startswith("rank") and "activations" in row)
     columns = re.split(r"\s{2,}", names.strip())
@@ -147,7 +147,7 @@ def in_bytes(text: str) -> float:
 
 
 def show(path: Path) -> None:
-    """Show an SVG picture in a notebook; in a terminal say where it is."""
+    """Show an SVG picture in a notebook; in a terminal, print its path."""
     if "ipykernel" in sys.modules:
         from IPython.display import SVG, display
 
@@ -165,7 +165,7 @@ def picture(name: str, svg: str) -> None:
 
 
 def check(what: str, value: float, expected: float, tolerance: float = 1e-9) -> None:
-    """Print a counted or simulated number beside the expected one; fail if they differ.
+    """Print a counted or simulated number next to the expected one; fail if they differ.
 
     The tolerance is relative; commands print a few digits only.
     """

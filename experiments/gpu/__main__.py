@@ -1,10 +1,10 @@
 """Run all measurements that need one accelerator, and write one file, within ten minutes.
 
     python -m experiments.gpu                        # on the accelerator that torch finds
-    python -m experiments.gpu --device cpu           # tries the command without one, in little
+    python -m experiments.gpu --device cpu           # tries the command with small models
 
-Each part is a process, or several, with a limit of its own; what fails or takes too long stands in
-the file and does not stop the others. The file is whole after each part.
+Each part runs in its own processes with a time limit; a part that fails or takes too long is
+recorded and does not stop the others. The file is rewritten after each part.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.torch_compat import refuse_unfit_torch
 
 MOST_S = 570.0
-# What is left for a part must be enough to say something.
+# A part is skipped if less time is left.
 LEAST_S = 10.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-# One number of cuBLAS workspaces, so that the same product gives the same bits.
+# A fixed cuBLAS workspace, so that equal products give equal bits.
 EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-Found = Mapping[str, Outcome]
+Outcomes = Mapping[str, Outcome]
 
 
 def parts(kind: str, in_little: bool) -> list[Part]:
@@ -40,7 +40,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
     return [
         Part(
             "environment",
-            "what this machine is, its rates, and one call of everything that the package asks",
+            "versions, rates, and one call of every device function that the package uses",
             "experiments.gpu.environment",
             30,
             device,
@@ -48,7 +48,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
         ),
         Part(
             "one rank",
-            "ours beside the plainest good loop, layers not compiled",
+            "ours and a plain loop, without compilation",
             "experiments.gpu.one_rank",
             60,
             (*device, *size, "--most", "medium"),
@@ -80,21 +80,21 @@ def parts(kind: str, in_little: bool) -> list[Part]:
         ),
         Part(
             "memory",
-            "the peak of a step against the plan",
+            "peak memory of a step and its plan",
             "experiments.gpu.memory",
             120,
             (*device, "--size", "tiny" if in_little else "medium"),
         ),
         Part(
             "trace",
-            "what the device's streams do in a step, and which copies run beside compute",
+            "the streams of the device in a step, and copies in parallel with kernels",
             "experiments.gpu.trace",
             70,
             device,
         ),
         Part(
             "exactness",
-            "the tests that hold training against a plain loop, on the device",
+            "tests that compare training with a plain loop, on the device",
             "experiments.gpu.exactness",
             140,
             (*device, *few),
@@ -102,14 +102,14 @@ def parts(kind: str, in_little: bool) -> list[Part]:
         ),
         Part(
             "one rank, compiled",
-            "ours beside the plainest good loop, each layer compiled",
+            "ours and a plain loop, each layer compiled",
             "experiments.gpu.one_rank",
             300,
             (*device, *size, "--most", "medium", "--backend", "eager" if in_little else "inductor"),
         ),
         Part(
             "large model",
-            "6.9 billion parameters, or the most that fit, beside a loop that recomputes by layer",
+            "6.9 billion parameters, or the most that fit, and a loop that recomputes by layer",
             "experiments.gpu.large",
             150,
             (*device, "--size", "tiny" if in_little else "auto"),
@@ -117,7 +117,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
     ]
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(found: Outcomes) -> list[Claim]:
     """Return the claims with the measured values."""
 
     def of(part: str, *path: str) -> float | None:
@@ -134,7 +134,7 @@ def claims(found: Found) -> list[Claim]:
                 ("contestants", "ours, virtual stages", "over ours"),
                 1.03,
             ),
-            "gradients of ours beside plain ones": (("gradient difference of ours",), 0.02),
+            "relative difference of gradients": (("gradient difference of ours",), 0.02),
             "waits for the device in a step of ours": (("number of waits of ours",), 1),
         }
         told += [
@@ -148,11 +148,11 @@ def claims(found: Found) -> list[Claim]:
             told.append(Claim(f"memory: peak over plan, {mode}", over, 1.03))
             told.append(Claim(f"memory: peak over plan, {mode}", over, 0.97, at_least=True))
             active = of("memory", mode, "active_over_plan")
-            what = f"memory: peak with what waits for copies over plan, {mode}"
+            what = f"memory: peak with memory that copies still read, over plan, {mode}"
             told.append(Claim(what, active, 1.03))
     if "trace" in found:
         share = of("trace", "gpipe, offload", "share_beside")
-        what = "trace: copies of offload beside kernels, of what could be"
+        what = "trace: share of possible overlap of offload's copies with kernels"
         told.append(Claim(what, share, 0.5, at_least=True))
     if "large model" in found:
         told += [
@@ -170,20 +170,20 @@ def claims(found: Found) -> list[Claim]:
     return told
 
 
-def summary(found: Found, claimed: Sequence[Claim], kind: str) -> list[str]:
+def summary(found: Outcomes, claimed: Sequence[Claim], kind: str) -> list[str]:
     """Return the summary at the head of the file."""
     told = [
         f"{name}: {each.state} ({each.seconds:.0f} s) {each.reason}".rstrip()
         for name, each in found.items()
     ]
     if kind == "cpu":
-        told.insert(0, "TRIED ON A CPU: no number here says anything about an accelerator")
+        told.insert(0, "RUN ON A CPU: the numbers are not those of an accelerator")
     broken = {name: text for name, text in _checks(found).items() if str(text).startswith("FAILED")}
-    told += [f"the device cannot do what the package asks: {n}: {t}" for n, t in broken.items()]
+    told += [f"the device lacks a required function: {n}: {t}" for n, t in broken.items()]
     return told + [str(claim) for claim in claimed]
 
 
-def _checks(found: Found) -> dict[str, Any]:
+def _checks(found: Outcomes) -> dict[str, Any]:
     environment = found.get("environment")
     checks = environment.found.get("one of everything", {}) if environment else {}
     return checks if isinstance(checks, dict) else {}

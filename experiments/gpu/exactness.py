@@ -22,12 +22,12 @@ TESTS = (
     "::test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets",
     "tests/data_parallel/test_exact_choices.py",
 )
-# For the test that runs when time ends.
+# Reserve for the test that runs when the time ends.
 MARGIN_S = 25.0
 MOST_WORKERS = 12
 
 
-class Told:
+class ResultWriter:
     """pytest plugin that writes the result of each test as it ends, so that a kill loses nothing.
 
     With pytest-xdist, it gets the results of the workers, and no test is skipped for lack of time.
@@ -64,11 +64,11 @@ def main() -> None:
     args = parser.parse_args()
     end_s = time.monotonic() + enter() - MARGIN_S
     os.chdir(ROOT)
-    told = Told(Findings(args.found), end_s)
+    told = ResultWriter(Findings(args.found), end_s)
     chosen = ["-k", args.select] if args.select else []
     words = ["-q", "--device", args.device, "-p", "no:cacheprovider", *_side_by_side(), *chosen]
     codes = []
-    # What runs at each change first, then the rest of the product, as far as time allows.
+    # The fast tests first, then the rest, as far as time allows.
     for marks in ("not slow and not product", "not slow and product"):
         codes.append(int(pytest.main([*words, "-m", marks, *TESTS], plugins=[told])))
         told.findings.add(f"exit code of {marks}", codes[-1])

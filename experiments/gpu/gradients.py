@@ -14,7 +14,7 @@ from gpipe_hpc.models import build_gpt, build_layer, token_cross_entropy
 SEED = 0
 MICROBATCHES = 4
 VOCAB_SIZE, SEQ_LEN = 64, 16
-# Each with settings of its own; together they go over every kind of transfer and sum.
+# Layouts that together cover every kind of transfer and reduction.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
     "gpipe, recompute always": {"schedule": "gpipe", "recompute": "always"},

@@ -72,7 +72,7 @@ def measured(
     device.synchronize()
     device.reset_peak()
     step_s = timed(step, device.synchronize)
-    # Of a process there is but one peak, that of all it has done.
+    # On a CPU, the peak is that of the whole process so far.
     peak = device.memory_peak() - before if device.is_accelerator else None
     active = active_peak(device)
     planned = planned_bytes(size, batch, pipe)
@@ -97,9 +97,9 @@ def left_by_measuring(size: Size, batch: tuple[Tensor, Tensor], device: Device) 
             measure_layers(
                 size.layers(), inputs, targets, token_cross_entropy, device=device, rounds=1
             )
-            return device.memory_allocated()  # autocast forgets nothing before its block ends
+            return device.memory_allocated()  # autocast keeps its cache until the block ends
 
-    first = left()  # libraries have their own by then
+    first = left()  # libraries have allocated their memory by then
     return left() - first
 
 

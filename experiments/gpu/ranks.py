@@ -33,7 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     enter()
     world = staged(args.device) if args.over == "staged" else own(args.device)
-    # Every rank says what it does; rank 0 alone writes the file.
+    # All ranks print their progress; only rank 0 writes the file.
     findings = Findings(args.found if world.rank == 0 else args.found.with_suffix(".other"))
     backend = str(dist.get_backend_config()) if dist.is_initialized() else "none"
     findings.add("started", {"backend": backend, "world": type(world).__name__, "size": world.size})
@@ -51,7 +51,7 @@ def main() -> None:
         note("begins")
         error = largest_error(world, expected, settings, note)
         limit = LIMIT_BFLOAT16 if settings.get("precision") == "bfloat16" else LIMIT
-        # All ranks learn the worst, so that all go on or all stop.
+        # All ranks get the largest error, so that all continue or all stop.
         worst = torch.tensor([error], dtype=torch.float64)
         if world.size > 1:
             world.world_group.all_reduce_max(worst)

@@ -18,9 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_CHARACTERS = 6000
-# Of what launchers and users may have set, which would change what a part is.
+# Variables of launchers and users that would change a part.
 UNWANTED = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI_", "SLURM_")
-# How long before its limit a part says where its threads are.
+# Seconds before its limit at which a part prints the stacks of its threads.
 DUMP_S = 8.0
 
 
@@ -82,7 +82,7 @@ class Outcome:
         return kept
 
 
-# What the part `memory` writes, and a claim is about.
+# The key that the part `memory` writes and a claim uses.
 LEFT = "left by measuring layers, bytes"
 
 
@@ -177,7 +177,7 @@ def _await(processes: Sequence["subprocess.Popen[bytes]"], deadline_s: float) ->
         bad = [(rank, code) for rank, code in enumerate(codes) if code]
         if bad:
             rank, code = bad[0]
-            # What the others say of it is worth a moment.
+            # Wait a moment for the messages of the other ranks.
             late_s = min(deadline_s, time.monotonic() + 5.0)
             while any(p.poll() is None for p in processes) and time.monotonic() < late_s:
                 time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""The image sizes that each schedule fits, as planned; with --run a small case is measured.
+"""The largest images that each schedule fits, as planned; with --run, a small case is measured.
 
 python -m experiments.large_images              # 20 seconds of one core
-python -m experiments.large_images --run        # then three runs of four small processes: minutes
+python -m experiments.large_images --run        # also three runs of four processes: two minutes
 """
 
 import argparse
@@ -25,7 +25,7 @@ RUN: Final = {"gpipe": "gpipe", "one_f_one_b": "one_f_one_b", "gems": "gems"}
 RECOMPUTE: Final = ("never", "always")
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """Options: ranks, images per step, and memory limit of each rank in bytes."""
 
     ranks: int
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     memory_bytes: float
 
 
-def line(contestant: Contestant, asked: Asked) -> str:
+def line(contestant: Contestant, asked: Options) -> str:
     """Return the largest image and the step time, without and with recomputation."""
     cells = [contestant.name]
     for recompute in RECOMPUTE:
@@ -47,7 +47,7 @@ def line(contestant: Contestant, asked: Asked) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def planned(asked: Asked) -> str:
+def planned(asked: Options) -> str:
     """Return the table of all schedules."""
     lines = [
         "| | largest side, nothing recomputed | step | largest side, all recomputed | step |",
@@ -56,10 +56,10 @@ def planned(asked: Asked) -> str:
     return "\n".join([*lines, *(line(each, asked) for each in CONTESTANTS)])
 
 
-def measured(side: int, asked: Asked) -> str:
-    """Run a few steps of each schedule on four processes; return the memory of the fullest rank."""
+def measured(side: int, asked: Options) -> str:
+    """Run some steps of each schedule on four processes; return the memory of the fullest rank."""
     lines = [
-        "| | planned, MB | measured beside what was there before, MB |",
+        "| | planned, MB | measured above the memory before the model, MB |",
         "|---|---:|---:|",
     ]
     for name, schedule in RUN.items():
@@ -71,7 +71,7 @@ def measured(side: int, asked: Asked) -> str:
     return "\n".join(lines)
 
 
-def _peak_bytes(schedule: str, side: int, asked: Asked, balance: list[int]) -> int:
+def _peak_bytes(schedule: str, side: int, asked: Options, balance: list[int]) -> int:
     with tempfile.TemporaryDirectory(prefix="large_images_") as folder:
         words = [
             f"model={MODEL}",
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="run a small case as well")
     parser.add_argument("--side", type=int, default=128, help="pixels of the images that are run")
     words = parser.parse_args()
-    asked = Asked(words.ranks, words.images, words.memory * 2**30)
+    asked = Options(words.ranks, words.images, words.memory * 2**30)
     print(planned(asked))
     if words.run:
         print(f"\n{measured(words.side, asked)}")

@@ -21,7 +21,7 @@ from gpipe_hpc.schedule import Costs, Schedule, build, lower, simulate
 MODEL: Final = "resnet110_v2"
 SIDE_STEP: Final = 32  # pixels
 MOST: Final = 256  # steps
-STATES: Final = 1  # of the optimizer, for each parameter: momentum
+STATES: Final = 1  # optimizer states per parameter: momentum
 
 
 class Contestant(NamedTuple):

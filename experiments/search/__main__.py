@@ -1,8 +1,8 @@
-"""Check that the best lines of a search's ranking are faster than its worst when they are run.
+"""Check that the best layouts of a search's ranking are faster than the worst ones.
 
-Two ranks: `torchrun --standalone --nproc_per_node 2 -m experiments.search`. Further words are
-settings. All layouts are built in one job and take steps in turn, so what else the machine does
-meets them alike.
+    torchrun --standalone --nproc_per_node 2 -m experiments.search [NAME=VALUE ...]
+
+All layouts are built in one job and take steps in turn, so that other load affects all equally.
 """
 
 import sys
@@ -69,7 +69,7 @@ def tokens_of(config: Config, num_samples: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def step_s(pipe: Pipeline, optimizer: torch.optim.Optimizer, world: World, config: Config) -> float:
-    """Return the seconds of a step without the optimizer's, which the plan leaves out."""
+    """Return the seconds of a step without the optimizer, which the plan does not count."""
     inputs, targets = tokens_of(config, config.train.batch_size)
     part = pipe.share(len(inputs))
     together_now = torch.zeros(1)
@@ -95,7 +95,7 @@ def main() -> None:
     optimizers = [pipe.optimizer(partial(torch.optim.AdamW, lr=1e-4)) for pipe in pipes]
     each_one = list(zip(pipes, optimizers, strict=True))
     for pipe, optimizer in each_one:
-        step_s(pipe, optimizer, world, config)  # the first one opens connections
+        step_s(pipe, optimizer, world, config)  # the first step opens connections
     times = [
         [step_s(pipe, optimizer, world, config) for pipe, optimizer in each_one]
         for _ in range(ROUNDS)

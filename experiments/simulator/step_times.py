@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 experiments/simulator/step_times.py
 
-Each round runs two steps of every setting, one after the other. The first gives the cost of each
-op on each stage (its mean over the micro-batches), from which the simulator foretells the step;
-the second is the one it is held against. A pair of steps during which other processes took more
-than `--foreign` of the machine's time is left out and tried again in the next round.
+Each round runs two steps of every setting. The first gives the mean cost of each op on each stage,
+with which the simulator predicts the step; the second is compared with the prediction. A pair of
+steps during which other processes took more than `--foreign` of the machine's time is repeated in
+the next round.
 """
 
 import argparse
@@ -76,7 +76,7 @@ class Setting:
             schedule=name,
             recompute="never",
         )
-        # Of the run's own table a rank has its row alone.
+        # A rank of a run has only its own row of the table.
         self.table = build(name, ranks=2, microbatches=microbatches)
         num_samples = microbatches * args.microbatch_size
         self.batch = torch.randint(0, 512, (2, num_samples, args.seq_len))
@@ -101,7 +101,7 @@ class Setting:
         measured_s = self.step()
         measured_bubble = self.pipe.timeline().bubble
         wall, busy, own = (end - start for start, end in zip(begin, times_s(), strict=True))
-        # Rank 0 knows the machine's time; both know their own.
+        # Rank 0 reads the busy time of the machine; both read their own.
         shares = torch.tensor([busy if dist.get_rank() == 0 else 0.0, own])
         dist.all_reduce(shares)
         if shares[0] - shares[1] < foreign * wall * (os.cpu_count() or 1):
@@ -136,7 +136,7 @@ def main() -> None:
     torch.manual_seed(0)
     settings = [Setting(name, m, args) for name in SCHEDULES for m in MICROBATCHES]
     for setting in settings:
-        setting.step()  # the first one copies, to see whether layers write in place
+        setting.step()  # the first step copies inputs to detect layers that write in place
     num_tried, begin = 0, time.monotonic()
     while waiting := [each for each in settings if len(each.measured_s) < args.rounds]:
         for setting in waiting:

@@ -4,9 +4,9 @@
     python -m experiments.soak faults=100 seed=0 only=37       # that fault alone, in a new run
     python -m experiments.soak faults=100 seed=0 first=50      # the runs from that fault on
 
-faults: how many; seed: of the draw; ranks: the most of a run; hosts=false: no runs on two hosts;
-out: file of results, in Markdown, beside which the same stands as JSON; keep=true: what failing
-runs wrote stays in the folder that is told.
+faults: number of faults; seed: seed of the draw; ranks: largest number of ranks; hosts=false: no
+runs on two hosts; out: result file in Markdown, with a JSON file next to it; keep=true: keep the
+files of failing runs, whose folder is printed.
 """
 
 import shutil
@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from experiments.soak.execution import Problem, RunEnd, RunExecution
-from experiments.soak.hosts import NetworkedHosts, OwnServer, this_machine
+from experiments.soak.execution import Execution, FailedCheckError, RunEnd
+from experiments.soak.hosts import OwnServer, SimulatedHosts, this_machine
 from experiments.soak.own_disks import make_own_disks
 from experiments.soak.plan import Run, draw
 from experiments.soak.results import Results
@@ -30,7 +30,7 @@ DISK_SIZE = "96m"
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Options:
     """Options of the command line."""
 
     faults: int = 100
@@ -44,9 +44,9 @@ class Wishes:
     keep: bool = False
 
 
-def parsed(words: Sequence[str]) -> Wishes:
+def parsed(words: Sequence[str]) -> Options:
     """Parse NAME=VALUE arguments."""
-    known = get_type_hints(Wishes)
+    known = get_type_hints(Options)
     given: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -55,71 +55,71 @@ def parsed(words: Sequence[str]) -> Wishes:
                 f"soak: expected words like {', '.join(f'{n}=...' for n in known)}, got {word}"
             )
         given[name] = value == "true" if known[name] is bool else known[name](value)
-    return replace(Wishes(), **given)
+    return replace(Options(), **given)
 
 
-def chosen(wishes: Wishes) -> list[Run]:
+def chosen(options: Options) -> list[Run]:
     """Return the runs of the soak test; with `only`, one run with one fault."""
-    runs = draw(wishes.seed, wishes.faults, wishes.ranks, wishes.hosts)
-    if wishes.only < 0:
-        return [run for run in runs if run.faults[0].number >= wishes.first]
+    runs = draw(options.seed, options.faults, options.ranks, options.hosts)
+    if options.only < 0:
+        return [run for run in runs if run.faults[0].number >= options.first]
     return [
         replace(run, faults=(fault,))
         for run in runs
         for fault in run.faults
-        if fault.number == wishes.only
+        if fault.number == options.only
     ]
 
 
-def live_through(run: Run, life: RunExecution, results: Results) -> None:
+def execute(run: Run, execution: Execution, results: Results) -> None:
     """Inject the faults of a run, compare its result, and record the outcome."""
-    struck = 0
+    injected = 0
     try:
-        for verdict in life.verdicts():
+        for verdict in execution.verdicts():
             results.add(verdict)
-            struck += 1
-        results.add_end(life.end())
-        life.clean()
-    except Problem as problem:
-        why = f"the run could not go on: {problem}"
-        if struck < len(run.faults):
-            results.leave_out(run.faults[struck:], why[:300])
+            injected += 1
+        results.add_end(execution.end())
+        execution.clean()
+    except FailedCheckError as problem:
+        why = f"the run could not continue: {problem}"
+        if injected < len(run.faults):
+            results.leave_out(run.faults[injected:], why[:300])
         else:
             results.add_end(RunEnd(run.number, problems=[why]))
     finally:
-        life.close()
+        execution.close()
 
 
 def main() -> None:
     """Run the command; exit code 1 if a check failed."""
-    wishes = parsed(sys.argv[1:])
-    # Whoever ends the soak ends its ranks, too.
+    options = parsed(sys.argv[1:])
+    # SIGTERM to the soak must also end its ranks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     work = Path(tempfile.mkdtemp(prefix="soak_"))
     disk = work / "disk"
     disk.mkdir()
     refused = make_own_disks(disk, DISK_SIZE)
-    results = Results(sys.argv[1:], Path(wishes.out) if wishes.out else None, refused)
+    results = Results(sys.argv[1:], Path(options.out) if options.out else None, refused)
     with ExitStack() as stack:
         server = OwnServer()
         stack.callback(server.close)
         here = this_machine(server, is_private=refused is None)
-        for run in chosen(wishes):
+        for run in chosen(options):
             folder = work / f"run_{run.number}"
             try:
-                ground = NetworkedHosts(work / f"hosts_{run.number}") if run.on_hosts else here
+                hosts = SimulatedHosts(work / f"hosts_{run.number}") if run.on_hosts else here
             except LackingError as error:
                 results.leave_out(run.faults, f"no two hosts here: {error}")
                 continue
-            life = RunExecution(
-                run, ground, folder, disk, pace_s=wishes.pace_s, can_fill=refused is None
+            execution = Execution(
+                run, hosts, folder, disk, pace_s=options.pace_s, can_fill=refused is None
             )
-            live_through(run, life, results)
-            ground.close()
-    if wishes.keep:
-        print(f"what the ranks said is in {work}")
+            execute(run, execution, results)
+            hosts.close()
+    if options.keep:
+        print(f"output of the ranks: {work}")
     else:
-        # The own disk leaves with this process; its folder cannot before.
+        # The small disk is unmounted when this process ends; its folder cannot be removed earlier.
         shutil.rmtree(work, ignore_errors=True)
     sys.exit(results.exit_code)
 

@@ -11,29 +11,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.soak.hosts import Hosts, Process
+from experiments.soak.hosts import Process, RunHosts
 from experiments.soak.injection import (
+    ActiveRun,
     InjectedFault,
-    Live,
     corrupt,
     forget_copies,
-    inject_fault,
+    inject,
     patience,
     undo_fault,
 )
 from experiments.soak.plan import BATCH_SIZE, Fault, Kind, Layout, Run
-from experiments.soak.processes import Seen, families
+from experiments.soak.processes import ProcessInfo, families
 
 NAMED_S: Final = 10.0
-"""In which each surviving rank names a fault, on a quiet machine."""
+"""Seconds within which each survivor must name a fault on an idle machine."""
 ENDED_S: Final = 30.0
-"""In which all ranks have ended, on a quiet machine."""
+"""Seconds within which all ranks must have ended on an idle machine."""
 LEFT_S: Final = 12.0
-"""In which nothing of them is left."""
+"""Seconds within which no process may be left."""
 EXACT: Final = 1e-10
 FORCED: Final = "its watcher ends it now"
 ENDED_NOW: Final = "the process ends now"
-"""What a rank says that is stuck in torch, and so is ended by force within `ENDED_S`."""
+"""Messages of a rank that is stuck in torch and is therefore killed within `ENDED_S`."""
 _STOPPED_CODE: Final = 75
 _START_S: Final = 120.0
 _LAST_STEPS: Final = 6
@@ -57,12 +57,12 @@ class Verdict:
 
     fault: Fault
     form: str = ""
-    step: int = 0  # the last one done when it struck
-    resumed: int = 0  # the step from which the next start went on
+    step: int = 0  # last finished step at the time of the fault
+    resumed: int = 0  # step from which the next start continued
     named_s: dict[int, float] = field(default_factory=dict)  # by surviving rank
     ended_s: float = 0.0
-    num_forced: int = 0  # survivors that their watchers had to end
-    load: float = 1.0  # processes that wanted each processor
+    num_forced: int = 0  # survivors ended by their watchers
+    load: float = 1.0  # runnable processes per processor
     codes: list[int | None] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class RunEnd:
     """Comparison of a run's result with that of a run without faults."""
 
     run: int
-    exact: bool = False  # to the bit, as the layout stayed
+    exact: bool = False  # bit-identical, because the layout stayed the same
     steps: int = 0
     largest_loss: float | None = None
     largest_state: float | None = None
@@ -87,17 +87,17 @@ class RunEnd:
     problems: list[str] = field(default_factory=list)
 
 
-class Problem(Exception):
+class FailedCheckError(Exception):
     """A check of a run failed, and the run cannot continue."""
 
 
-class RunExecution:
+class Execution:
     """A run in progress; `work` is its working folder, `disk` the location of its run folder."""
 
     def __init__(
-        self, run: Run, ground: Hosts, work: Path, disk: Path, *, pace_s: float, can_fill: bool
+        self, run: Run, hosts: RunHosts, work: Path, disk: Path, *, pace_s: float, can_fill: bool
     ) -> None:
-        self._run, self._ground, self._work = run, ground, work
+        self._run, self._hosts, self._work = run, hosts, work
         self._pace_s, self._can_fill = pace_s, can_fill
         self._folder = disk / f"run_{run.number}"
         self._whole = disk / f"whole_{run.number}"
@@ -114,14 +114,14 @@ class RunExecution:
         for fault in self._run.faults:
             verdict = Verdict(fault)
             try:
-                self._strike(fault, verdict)
+                self._inject(fault, verdict)
                 yield verdict
-            except Problem as problem:
+            except FailedCheckError as problem:
                 verdict.problems.append(str(problem))
                 yield verdict
                 raise
 
-    def _strike(self, fault: Fault, verdict: Verdict) -> None:
+    def _inject(self, fault: Fault, verdict: Verdict) -> None:
         began = self._resumed()
         checkpoints = 2 if fault.kind is Kind.CORRUPTION else 0
         self._await(
@@ -130,13 +130,13 @@ class RunExecution:
         )
         time.sleep(fault.pause_s)
         family = families(rank.process for rank in self._ranks)
-        live = Live(self._ground, self._ranks, self._folder, self._order, self._can_fill)
+        live = ActiveRun(self._hosts, self._ranks, self._folder, self._order, self._can_fill)
         verdict.step, verdict.load = self._step(), patience()
         kept = max((step_of(path) for path in self._saved()), default=0)
         try:
-            struck = inject_fault(fault, live)
-            verdict.form = struck.form
-            self._judge(struck, verdict)
+            injected = inject(fault, live)
+            verdict.form = injected.form
+            self._judge(injected, verdict)
         except TimeoutError as error:
             verdict.problems.append(str(error))
         finally:
@@ -148,7 +148,7 @@ class RunExecution:
             newest = max(self._saved())
             kept, expected = min(step_of(path) for path in self._saved()), newest.name
             verdict.form = f"{corrupt(fault.way, newest, fault.victim)} of {newest.name}"
-            forget_copies(place.shared_memory for place in self._ground.places)
+            forget_copies(place.shared_memory for place in self._hosts.places)
         is_last = fault is self._run.faults[-1]
         self._stop_at = self._step() + _LAST_STEPS
         self._start(fault.after, self._stop_at if is_last else None)
@@ -158,12 +158,12 @@ class RunExecution:
             verdict.problems.append(f"the corrupted {expected} is not named: {said}")
         if verdict.resumed < kept:
             verdict.problems.append(
-                f"went on from {verdict.resumed}, though there was a checkpoint of {kept}: {said}"
+                f"continued from step {verdict.resumed}, but a checkpoint of {kept} exists: {said}"
             )
 
-    def _judge(self, struck: InjectedFault, verdict: Verdict) -> None:
+    def _judge(self, injected: InjectedFault, verdict: Verdict) -> None:
         """Wait for the required consequences; record their times and those that are missing."""
-        deadline_s = struck.since_s + 2 * ENDED_S * patience()
+        deadline_s = injected.since_s + 2 * ENDED_S * patience()
         ended_s: dict[int, float] = {}
         while time.time() < deadline_s:
             verdict.load = max(verdict.load, patience())
@@ -171,47 +171,45 @@ class RunExecution:
                 said = process.output
                 if (
                     rank not in verdict.named_s
-                    and rank in struck.names
-                    and all(re.search(pattern, said) for pattern in struck.names[rank])
+                    and rank in injected.names
+                    and all(re.search(pattern, said) for pattern in injected.names[rank])
                 ):
-                    verdict.named_s[rank] = round(time.time() - struck.since_s, 2)
+                    verdict.named_s[rank] = round(time.time() - injected.since_s, 2)
                 if rank not in ended_s and process.code is not None:
-                    ended_s[rank] = time.time() - struck.since_s
+                    ended_s[rank] = time.time() - injected.since_s
             if len(ended_s) == len(self._ranks):
                 break
             time.sleep(_LOOK_S)
         verdict.codes = [process.code for process in self._ranks]
         verdict.ended_s = round(max(ended_s.values(), default=0.0), 2)
-        self._hold_against(struck, verdict)
+        self._hold_against(injected, verdict)
 
-    def _hold_against(self, struck: InjectedFault, verdict: Verdict) -> None:
+    def _hold_against(self, injected: InjectedFault, verdict: Verdict) -> None:
         problems = verdict.problems
         for rank, process in enumerate(self._ranks):
             said = process.output
-            right = struck.codes.get(rank, frozenset({1}))
-            if (
-                FORCED in said and rank not in struck.codes
-            ):  # what the rank waited for in torch did not break
+            right = injected.codes.get(rank, frozenset({1}))
+            if FORCED in said and rank not in injected.codes:  # a wait in torch did not fail
                 right |= {-signal.SIGKILL}
                 verdict.num_forced += 1
             if process.code not in right:
                 problems.append(
                     f"rank {rank} ended with {process.code}, expected {sorted(right)}: {said}"
                 )
-            if rank in struck.names:
+            if rank in injected.names:
                 named_s = verdict.named_s.get(rank)
                 if named_s is None:
-                    problems.append(f"rank {rank} did not say {struck.names[rank]}: {said}")
-                elif not re.search(struck.remedy, said):
-                    problems.append(f"rank {rank} did not say {struck.remedy}: {said}")
+                    problems.append(f"rank {rank} did not print {injected.names[rank]}: {said}")
+                elif not re.search(injected.remedy, said):
+                    problems.append(f"rank {rank} did not print {injected.remedy}: {said}")
                 elif named_s > NAMED_S * verdict.load:
                     problems.append(f"rank {rank} named it after {named_s} s only")
             if "Traceback" in said and "gpipe_hpc/" in said.partition("Traceback")[2]:
-                problems.append(f"rank {rank} shows a traceback of ours: {said}")
+                problems.append(f"rank {rank} shows a traceback of gpipe_hpc: {said}")
         if verdict.ended_s > ENDED_S * verdict.load:
             problems.append(f"all had ended after {verdict.ended_s} s only")
 
-    def _look_for_left(self, family: set[Seen], verdict: Verdict) -> None:
+    def _look_for_left(self, family: set[ProcessInfo], verdict: Verdict) -> None:
         """Record leftovers of the ranks: processes, shared memory, the lock of the folder."""
         deadline_s = time.monotonic() + LEFT_S * verdict.load
         while any(each.lives for each in family) and time.monotonic() < deadline_s:
@@ -231,8 +229,8 @@ class RunExecution:
         copies = f"gpipe_hpc_{os.getuid()}/{run}"
         kept = has_copies and "checkpoint.neighbour_every=0" not in self._run.words
         found = []
-        for place in self._ground.places:
-            if place.shared_memory.exists():  # else the host has no power
+        for place in self._hosts.places:
+            if place.shared_memory.exists():  # otherwise the host has no power
                 found += [
                     str(path.relative_to(place.shared_memory))
                     for path in place.shared_memory.glob("**/*" if place.is_private else copies)
@@ -268,7 +266,7 @@ class RunExecution:
 
     def _compare_states(self, end: RunEnd, limit: float) -> None:
         out = self._work / "compared.json"
-        process = self._ground.places[0].start(
+        process = self._hosts.places[0].start(
             [str(self._folder), str(self._whole), str(out)],
             module="experiments.soak.comparing",
             folder=self._work,
@@ -277,7 +275,7 @@ class RunExecution:
         self._ranks = [process]
         self._await(lambda: process.code is not None, "the comparison", codes=())
         if process.code != 0:
-            raise Problem(f"the comparison failed: {process.output}")
+            raise FailedCheckError(f"the comparison failed: {process.output}")
         found = json.loads(out.read_text())
         end.largest_state, end.tensors = found["largest"], found["num_tensors"]
         if not found["largest"] <= limit or not found["num_tensors"]:
@@ -313,7 +311,7 @@ class RunExecution:
             {"SOAK_ORDER": str(self._order), "SOAK_PACE_S": str(self._pace_s)} if is_struck else {}
         )
         logs = self._work / f"start_{self._starts}"
-        self._ranks = self._ground.start(layout.ranks, words, folder=self._work, logs=logs, env=env)
+        self._ranks = self._hosts.start(layout.ranks, words, folder=self._work, logs=logs, env=env)
 
     def _resumed(self) -> int:
         """Wait until the last start trains; return the step from which it continued, or 0."""
@@ -326,7 +324,9 @@ class RunExecution:
     def _finish(self) -> None:
         self._await(lambda: all(rank.code is not None for rank in self._ranks), "the end", codes=())
         if any(rank.code != 0 for rank in self._ranks):
-            raise Problem("the run did not end well: " + "\n".join(r.output for r in self._ranks))
+            raise FailedCheckError(
+                "the run did not end well: " + "\n".join(r.output for r in self._ranks)
+            )
 
     def _await(
         self, holds: Callable[[], bool], what: str, codes: Collection[int | None] = (None,)
@@ -336,10 +336,10 @@ class RunExecution:
         while not holds():
             if codes and any(rank.code not in codes for rank in self._ranks):
                 said = "\n".join(rank.output for rank in self._ranks)
-                raise Problem(f"ended by itself while {what} was waited for: {said}")
+                raise FailedCheckError(f"ended while waiting for {what}: {said}")
             if time.monotonic() - began_s > _START_S * patience():
                 said = "\n".join(rank.output for rank in self._ranks)
-                raise Problem(f"waited {_START_S * patience():.0f} s in vain for {what}: {said}")
+                raise FailedCheckError(f"waited {_START_S * patience():.0f} s for {what}: {said}")
             time.sleep(_LOOK_S)
 
     def _step(self) -> int:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Final, Protocol
 
-from experiments.soak.processes import Seen, inside, marked, seen
+from experiments.soak.processes import ProcessInfo, inside, marked, seen
 from experiments.two_hosts import Host, TwoHosts
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ class OwnServer(_Streams):
 class Process:
     """A rank, or another `python -m <module>`; its output contains both streams."""
 
-    def __init__(self, server: Server, number: int, process: Seen, output: Path) -> None:
+    def __init__(self, server: Server, number: int, process: ProcessInfo, output: Path) -> None:
         self._server, self._number, self._output = server, number, output
         self.process = process
         self._code: int | None = None
@@ -99,7 +99,7 @@ class Process:
         if self._code is None:
             try:
                 self._code = self._server.ask(what="poll", pid=self._number)
-            except ConnectionError:  # its host is gone, and it with it
+            except ConnectionError:  # its host has ended, so it has too
                 self._code = -signal.SIGKILL
         return self._code
 
@@ -116,9 +116,9 @@ class Place:
     name: str
     address: str
     server: Server
-    find: Callable[[int], Seen | None]
+    find: Callable[[int], ProcessInfo | None]
     shared_memory: Path
-    is_private: bool  # nobody else's shared memory
+    is_private: bool  # the shared memory of this host only
 
     def start(
         self,
@@ -145,7 +145,7 @@ class Place:
         return Process(self.server, number, found, output)
 
 
-class Hosts:
+class RunHosts:
     """The hosts of a run's ranks: the first half on the first host, and so on."""
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -191,14 +191,14 @@ class Hosts:
         """End simulated hosts."""
 
 
-def this_machine(server: Server, is_private: bool) -> Hosts:
+def this_machine(server: Server, is_private: bool) -> RunHosts:
     """Return this machine as the only host; `is_private`: its /dev/shm belongs to this test."""
-    return Hosts(
+    return RunHosts(
         [Place(socket.gethostname(), "127.0.0.1", server, seen, _SHARED_MEMORY, is_private)]
     )
 
 
-class NetworkedHosts(Hosts):
+class SimulatedHosts(RunHosts):
     """Two simulated hosts whose link can be cut and whose power can fail."""
 
     def __init__(self, scratch: Path) -> None:
@@ -240,7 +240,7 @@ class NetworkedHosts(Hosts):
             folder=folder,
             environ=clean_environ() | {_MARK: mark},
         )
-        # Opened for both ways it waits for nobody; the answers wait for the server to open them.
+        # Opening read-write does not block; opening the answers waits for the server.
         requests = stack.enter_context(os.fdopen(os.open(asked, os.O_RDWR), "w"))
         answers = stack.enter_context(answered.open())
         server = _Streams(requests, answers)

@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from experiments.soak.hosts import Hosts, NetworkedHosts, Place, Process
+from experiments.soak.hosts import Place, Process, RunHosts, SimulatedHosts
 from experiments.soak.model import BLAME
 from experiments.soak.plan import Fault, Kind
-from experiments.soak.processes import Seen, families
+from experiments.soak.processes import ProcessInfo, families
 
 FILLER: Final = "filler"
 _KILLED: Final = -signal.SIGKILL
 _REPLACED_S: Final = 20.0
 _STOPPED_BY_SIGNAL: Final = 75
 _FILE_LIMIT_BYTES: Final = 100_000
-_ORDER_S: Final = 60.0  # in which an order is obeyed on a quiet machine
+_ORDER_S: Final = 60.0  # seconds in which a command is executed on an idle machine
 _LOOK_S: Final = 0.02
 
 
 @dataclass(frozen=True)
-class Live:
+class ActiveRun:
     """A run in progress; `can_fill`: its run folder is on a small disk."""
 
-    ground: Hosts
+    hosts: RunHosts
     ranks: list[Process]
     folder: Path
     order: Path
@@ -39,11 +39,11 @@ class Live:
 
     def host_of(self, rank: int) -> str:
         """Return the name of a rank's host."""
-        return self.ground.place_of(rank, len(self.ranks)).name
+        return self.hosts.place_of(rank, len(self.ranks)).name
 
     def on_host(self, number: int) -> list[int]:
         """Return the ranks of a host."""
-        name = self.ground.places[number].name
+        name = self.hosts.places[number].name
         return [rank for rank in range(len(self.ranks)) if self.host_of(rank) == name]
 
 
@@ -63,13 +63,13 @@ class InjectedFault:
     form: str = ""
 
 
-def inject_fault(fault: Fault, live: Live) -> InjectedFault:
+def inject(fault: Fault, live: ActiveRun) -> InjectedFault:
     """Inject a fault."""
     return _STRIKES[fault.kind](fault, live)
 
 
-def _named(fault: Fault, live: Live, *patterns: str) -> dict[int, tuple[str, ...]]:
-    """Return the consequence that all ranks but the victim name it and its host, with a pattern."""
+def _named(fault: Fault, live: ActiveRun, *patterns: str) -> dict[int, tuple[str, ...]]:
+    """Return the consequence that all other ranks name the victim and its host, with a pattern."""
     named = rf"rank {fault.victim} on {live.host_of(fault.victim)}\b"
     others = (rank for rank in range(len(live.ranks)) if rank != fault.victim)
     return dict.fromkeys(others, (named, *patterns))
@@ -82,36 +82,36 @@ def _code(fault: Fault, *codes: int) -> dict[int, frozenset[int]]:
 _LOOK_AT_LOG: Final = "look at its log"
 
 
-def _kill(fault: Fault, live: Live) -> InjectedFault:
+def _kill(fault: Fault, live: ActiveRun) -> InjectedFault:
     since_s = time.time()
     live.ranks[fault.victim].process.signal(signal.SIGKILL)
     names = _named(fault, live, "SIGKILL")
     return InjectedFault(since_s, names, _code(fault, _KILLED), remedy=_LOOK_AT_LOG)
 
 
-def _stop(fault: Fault, live: Live) -> InjectedFault:
+def _stop(fault: Fault, live: ActiveRun) -> InjectedFault:
     since_s = time.time()
     live.ranks[fault.victim].process.signal(signal.SIGSTOP)
     names = _named(fault, live, "stopped")
     return InjectedFault(since_s, names, _code(fault, _KILLED), remedy="continue it sooner")
 
 
-def _exception(fault: Fault, live: Live) -> InjectedFault:
+def _exception(fault: Fault, live: ActiveRun) -> InjectedFault:
     since_s = _obeyed(fault, live)
     return InjectedFault(since_s, _named(fault, live, BLAME), _code(fault, 1))
 
 
-def _exit(fault: Fault, live: Live) -> InjectedFault:
+def _exit(fault: Fault, live: ActiveRun) -> InjectedFault:
     since_s = _obeyed(fault, live)
     code = int(fault.way.partition("(")[2].rstrip(")"))
-    # The kernel forgets a code once a parent has taken it: this one, or torchrun, may be the first.
+    # The exit code is lost once a parent has read it; this process or torchrun may be first.
     how = f"with code {code}|SystemExit: {code}|ended without a report"
     return InjectedFault(since_s, _named(fault, live, how), _code(fault, code, 1))
 
 
-def _disk(fault: Fault, live: Live) -> InjectedFault:
+def _disk(fault: Fault, live: ActiveRun) -> InjectedFault:
     everybody = range(len(live.ranks))
-    # Whoever meets it alone says so without its own name, as to itself.
+    # A rank that detects the failure itself does not print its own name.
     some = rf"(?m)rank \d+ on {live.host_of(0)}\b|^gpipe_hpc: RunFolderError: metrics: "
     if live.can_fill:
         since_s = time.time()
@@ -125,12 +125,12 @@ def _disk(fault: Fault, live: Live) -> InjectedFault:
     return InjectedFault(since_s, names, remedy="ulimit", form="RLIMIT_FSIZE")
 
 
-def _kill_in_save(fault: Fault, live: Live) -> InjectedFault:
+def _kill_in_save(fault: Fault, live: ActiveRun) -> InjectedFault:
     _obeyed(fault, live)
     return _kill(fault, live)
 
 
-def _preempt(fault: Fault, live: Live) -> InjectedFault:
+def _preempt(fault: Fault, live: ActiveRun) -> InjectedFault:
     since_s = time.time()
     name, _, whom = fault.way.partition(" to ")
     number = signal.Signals[name]
@@ -141,7 +141,7 @@ def _preempt(fault: Fault, live: Live) -> InjectedFault:
     return InjectedFault(since_s, {}, codes)
 
 
-def _lose(fault: Fault, live: Live) -> InjectedFault:
+def _lose(fault: Fault, live: ActiveRun) -> InjectedFault:
     since_s = time.time()
     for rank in live.ranks:
         rank.process.signal(signal.SIGKILL)
@@ -150,30 +150,30 @@ def _lose(fault: Fault, live: Live) -> InjectedFault:
     )
 
 
-def _kill_watcher(fault: Fault, live: Live) -> InjectedFault:
-    """Kill a rank's watcher, which is replaced, and then the rank: the new watcher reports that."""
+def _kill_watcher(fault: Fault, live: ActiveRun) -> InjectedFault:
+    """Kill a rank's watcher, then the rank, which the replacement of the watcher must report."""
     victim = live.ranks[fault.victim].process
     (watcher,) = _watchers(victim)
     watcher.signal(signal.SIGKILL)
     until_s = time.monotonic() + _REPLACED_S
     while {*_watchers(victim)} <= {watcher}:
         if time.monotonic() > until_s:
-            break  # nobody reports the rank then, which the verdict names
+            break  # no watcher is left to report the rank; the verdict says so
         time.sleep(0.1)
     return _kill(fault, live)
 
 
-def _watchers(rank: Seen) -> list[Seen]:
+def _watchers(rank: ProcessInfo) -> list[ProcessInfo]:
     return [each for each in families([rank]) if "gpipe_hpc.comm.watchdog" in each.words()]
 
 
-def _cut(fault: Fault, live: Live) -> InjectedFault:
-    assert isinstance(live.ground, NetworkedHosts)
+def _cut(fault: Fault, live: ActiveRun) -> InjectedFault:
+    assert isinstance(live.hosts, SimulatedHosts)
     since_s = time.time()
-    live.ground.pair.link.cut()
+    live.hosts.pair.link.cut()
     names: dict[int, tuple[str, ...]] = {}
     for own in (0, 1):
-        other = live.ground.places[1 - own]
+        other = live.hosts.places[1 - own]
         gone = _any_of(live.on_host(1 - own), other)
         names |= dict.fromkeys(live.on_host(own), (gone,))
     return InjectedFault(since_s, names, remedy="its link is cut")
@@ -184,19 +184,19 @@ def _any_of(ranks: Sequence[int], place: Place) -> str:
     return rf"rank ({'|'.join(map(str, ranks))}) on {place.name} \({re.escape(place.address)}\)"
 
 
-def _power_off(fault: Fault, live: Live) -> InjectedFault:
-    assert isinstance(live.ground, NetworkedHosts)
+def _power_off(fault: Fault, live: ActiveRun) -> InjectedFault:
+    assert isinstance(live.hosts, SimulatedHosts)
     lost = 0 if fault.victim in live.on_host(0) else 1
-    place = live.ground.places[lost]
+    place = live.hosts.places[lost]
     gone = _any_of(live.on_host(lost), place)
     since_s = time.time()
-    live.ground.pair.hosts[lost].power_off()
+    live.hosts.pair.hosts[lost].power_off()
     names = dict.fromkeys(live.on_host(1 - lost), (gone,))
     codes = dict.fromkeys(live.on_host(lost), frozenset({_KILLED}))
     return InjectedFault(since_s, names, codes, remedy=f"its host is down|{_LOOK_AT_LOG}")
 
 
-_STRIKES: Final[Mapping[Kind, Callable[[Fault, Live], InjectedFault]]] = {
+_STRIKES: Final[Mapping[Kind, Callable[[Fault, ActiveRun], InjectedFault]]] = {
     Kind.KILL: _kill,
     Kind.STOP: _stop,
     Kind.EXCEPTION: _exception,
@@ -212,7 +212,7 @@ _STRIKES: Final[Mapping[Kind, Callable[[Fault, Live], InjectedFault]]] = {
 }
 
 
-def _obeyed(fault: Fault, live: Live) -> float:
+def _obeyed(fault: Fault, live: ActiveRun) -> float:
     """Send a command to the victim; return the time when it was executed."""
     aside = live.order.with_suffix(".new")
     aside.write_text(json.dumps({"rank": fault.victim, "what": fault.way}))
@@ -220,21 +220,21 @@ def _obeyed(fault: Fault, live: Live) -> float:
     done = Path(f"{live.order}.done")
     deadline_s = time.monotonic() + _ORDER_S * patience()
     while True:
-        # Ahead of the note: a rank may obey, and end, between two looks.
+        # Before reading the note: a rank may execute it and end between two polls.
         said = [rank.output for rank in live.ranks if rank.code is not None]
         if done.exists() and (noted := done.read_text()):
             return float(noted)
         if said or time.monotonic() > deadline_s:
-            raise TimeoutError(f"rank {fault.victim} did not do what was ordered: {said}")
+            raise TimeoutError(f"rank {fault.victim} did not execute its command: {said}")
         time.sleep(_LOOK_S)
 
 
-def undo_fault(live: Live) -> None:
+def undo_fault(live: ActiveRun) -> None:
     """Remove the cause of a fault: the command, the filler file, the cut link."""
     for left in (live.order, Path(f"{live.order}.done"), live.folder.parent / FILLER):
         left.unlink(missing_ok=True)
-    if isinstance(live.ground, NetworkedHosts):
-        live.ground.mend()
+    if isinstance(live.hosts, SimulatedHosts):
+        live.hosts.mend()
 
 
 def _fill(path: Path) -> None:

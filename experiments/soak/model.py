@@ -24,10 +24,10 @@ NUM_LAYERS: Final = 17
 _STUCK_S: Final = 3600.0
 
 
-class CommandedModel(nn.Module):
-    """A residual layer with dropout: [B, width] -> [B, width]; the first also casts and waits.
+class CommandedLayer(nn.Module):
+    """A residual layer with dropout: [B, width] -> [B, width].
 
-    `pace_s`: how long a forward of the first layer sleeps in training.
+    The first layer also casts its input and, in training, sleeps for `pace_s` in its forward.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, is_first: bool) -> None:
@@ -49,7 +49,7 @@ class CommandedModel(nn.Module):
             case "forward":
                 _note()
                 raise ValueError(BLAME)
-            case "backward" if y.requires_grad:  # else it is a forward that is done anew later
+            case "backward" if y.requires_grad:  # otherwise this forward is recomputed later
                 hooked: Any = y  # torch has no types for hooks
                 hooked.register_hook(_break)
             case "os._exit(0)":
@@ -68,7 +68,7 @@ def build(width: int = 64, num_classes: int = 10, dtype: str = "float64") -> lis
     """Return the layers, and install the hook that executes commands during a save."""
     number_type = {"float32": torch.float32, "float64": torch.float64}[dtype]
     patch.object(FileSystemWriter, "write_data", _obedient(_WRITE)).start()
-    layers = [LayerSpec(CommandedModel, width, number_type, i == 0) for i in range(NUM_LAYERS)]
+    layers = [LayerSpec(CommandedLayer, width, number_type, i == 0) for i in range(NUM_LAYERS)]
     return [*layers, LayerSpec(nn.Linear, width, num_classes, dtype=number_type)]
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Final
 
 FAULTS_OF_A_RUN: Final = 5
-ALL_MICROBATCHES: Final = 12  # of a step, over all replicas: the same in every layout
+ALL_MICROBATCHES: Final = 12  # micro-batches of a step over all replicas, equal in every layout
 BATCH_SIZE: Final = 24
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Seen(NamedTuple):
+class ProcessInfo(NamedTuple):
     """A process; `began` distinguishes processes that reuse a PID."""
 
     pid: int
@@ -53,20 +53,20 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(behind_name[0], int(behind_name[1]), int(behind_name[19]))
 
 
-def seen(pid: int) -> Seen | None:
+def seen(pid: int) -> ProcessInfo | None:
     """Return the process with a PID, or None if there is none."""
     stat = _stat(pid)
-    return None if stat is None else Seen(pid, stat.began)
+    return None if stat is None else ProcessInfo(pid, stat.began)
 
 
-def families(roots: Iterable[Seen]) -> set[Seen]:
+def families(roots: Iterable[ProcessInfo]) -> set[ProcessInfo]:
     """Return these processes and all their living descendants."""
-    children: dict[int, list[Seen]] = {}
+    children: dict[int, list[ProcessInfo]] = {}
     for pid in _numbers():
         stat = _stat(pid)
         if stat is not None:
-            children.setdefault(stat.parent, []).append(Seen(pid, stat.began))
-    found: set[Seen] = set()
+            children.setdefault(stat.parent, []).append(ProcessInfo(pid, stat.began))
+    found: set[ProcessInfo] = set()
     waiting = [root for root in roots if root.lives]
     while waiting:
         each = waiting.pop()
@@ -76,7 +76,7 @@ def families(roots: Iterable[Seen]) -> set[Seen]:
     return found
 
 
-def inside(namespace: str, number: int) -> Seen | None:
+def inside(namespace: str, number: int) -> ProcessInfo | None:
     """Return the process with a PID in a PID namespace (named as in /proc)."""
     for pid in _numbers():
         with contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ def inside(namespace: str, number: int) -> Seen | None:
     return None
 
 
-def marked(variable: str, value: str) -> Seen | None:
+def marked(variable: str, value: str) -> ProcessInfo | None:
     """Return a process that was started with the given variable in its environment."""
     wanted = f"{variable}={value}".encode()
     for pid in _numbers():

@@ -103,13 +103,13 @@ class Results:
         lines = [
             f"    {self._command()}",
             "",
-            f"{len(self._verdicts)} faults struck, {good} went as they must; {len(self._ends)} "
-            f"runs came to their end, {ends} of them equal to the run that was never struck. "
+            f"{len(self._verdicts)} faults injected, {good} met all conditions; {len(self._ends)} "
+            f"runs finished, {ends} of them equal to the undisturbed run. "
             f"{len(self._left_out)} faults were left out. {time.strftime('%Y-%m-%d')}, "
-            f"{minutes:.0f} minutes, Python {platform.python_version()}; so many processes wanted "
-            f"each processor: {loads[len(loads) // 2]:.1f} (median), {loads[-1]:.1f} (most)."
+            f"{minutes:.0f} minutes, Python {platform.python_version()}; runnable processes per "
+            f"processor: {loads[len(loads) // 2]:.1f} (median), {loads[-1]:.1f} (most)."
             if loads
-            else "No fault has struck yet.",
+            else "No fault was injected yet.",
         ]
         if self._verdicts:
             named = [seconds for each in self._verdicts for seconds in each.named_s.values()]
@@ -117,17 +117,16 @@ class Results:
             forced = sum(each.num_forced for each in self._verdicts)
             late = max(each.ended_s for each in self._verdicts)
             lines.append(
-                f"Of {len(named)} survivors {soon} named the fault within {NAMED_S:.0f} s by the "
-                f"clock, the last after {max(named, default=0.0):.1f} s; all ranks had ended after "
-                f"{late:.1f} s at most, {forced} of the survivors by force, as torch did not let "
-                f"them go."
+                f"{soon} of {len(named)} survivors named the fault within {NAMED_S:.0f} s, the "
+                f"last after {max(named, default=0.0):.1f} s; all ranks had ended after at most "
+                f"{late:.1f} s, {forced} of them ended by their watchers."
             )
         if self._without_disks is not None:
             lines.append(f"No disk of its own ({self._without_disks}): RLIMIT_FSIZE instead.")
         return lines
 
     def _kinds(self) -> list[str]:
-        lines = ["", "| fault | struck | as it must be | named in, s (median, most) |"]
+        lines = ["", "| fault | injected | as required | named in, s (median, most) |"]
         lines.append("| --- | ---: | ---: | ---: |")
         for kind in Kind:
             own = [each for each in self._verdicts if each.fault.kind is kind]

@@ -1,8 +1,8 @@
 """Two simulated hosts on one machine, connected by a link with a rate and a delay.
 
-Each host is a set of Linux namespaces of its own: network, mounts (with its own /proc, /dev/shm
-and /etc/hosts), host name and processes. A program of this package carries the packets between
-them: kernels without netem can shape nothing. What runs on a host runs unchanged.
+Each host is a set of Linux namespaces: network, mounts (with its own /proc, /dev/shm and
+/etc/hosts), host name and processes. A program of this package forwards the packets between them,
+because kernels without netem cannot shape a link. Programs on a host run unchanged.
 
     python -m experiments.two_hosts --rate 100e6 --delay 0.005
     python -m experiments.two_hosts --rate 100e6 --delay 0.005 -- -m gpipe_hpc.train ...

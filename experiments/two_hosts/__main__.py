@@ -1,10 +1,10 @@
-"""Measure a link between two hosts; or run a command on both.
+"""Measure a link between two hosts, or run a command on both.
 
-python -m experiments.two_hosts --rate 100e6 --delay 0.005 [--ranks N -- WORDS...]
+    python -m experiments.two_hosts --rate 100e6 --delay 0.005 [--ranks N -- WORDS...]
 
-Without WORDS the link is measured and the result printed. With WORDS `python WORDS` runs as N
-ranks on each host, with the environment that torchrun would give them; what rank 0 says is shown,
-and what passed over the link is counted.
+Without WORDS, the link is measured. With WORDS, `python WORDS` runs as N ranks on each host, with
+the environment that torchrun would set; the output of rank 0 and the traffic over the link are
+printed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=100e6, help="bits a second each way")
     parser.add_argument("--delay", type=float, default=0.005, help="seconds each way")
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
-    parser.add_argument("words", nargs="*", help="of the command, behind --")
+    parser.add_argument("words", nargs="*", help="words of the command, after --")
     args = parser.parse_args(words)
     if args.rate <= 0 or args.delay < 0 or args.ranks < 1:
         parser.error("expected --rate above 0, --delay 0 or more, --ranks 1 or more")

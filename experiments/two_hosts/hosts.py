@@ -8,21 +8,23 @@ from experiments.two_hosts.link import Link
 from experiments.two_hosts.machine import Host
 
 NAMES: Final = ("host1", "host2")
-_ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")  # nobody else sees them: every pair has the same
-MTU: Final = 9000  # jumbo frames: a packet of 1,500 bytes would cost six times the work
+_ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")  # visible within a pair only
+MTU: Final = 9000  # jumbo frames: packets of 1,500 bytes would need six times the work
 
 
 class TwoHosts:
-    """Two hosts joined by a link, from entering a `with` block to leaving it.
+    """Two hosts connected by a link, as a context manager.
 
-    ``rate``: bits a second each way; ``delay_s``: each way; see `Link`. ``hosts``: both `Host`s,
-    ``link``: the `Link`. On leaving, or when this process ends in whatever way, the kernel ends
-    all processes of both hosts, and interfaces, mounts and addresses go with them: nothing of it
-    has a name that could be left behind, so several pairs may be there at once.
+    Args:
+        rate: bits per second in each direction, see `Link`
+        delay_s: seconds in each direction
+        own_address: address of a host's own name on that host; None for the address that the other
+            host uses. Debian's installer writes 127.0.1.1.
 
-    ``own_address``: to which a host's own name resolves on it, None for that which others know;
-    Debian's installer writes 127.0.1.1. Raises `LackingError`, on entering, with what this
-    machine does not allow.
+    `hosts` has both `Host`s, `link` the `Link`. When the block or this process ends, the kernel
+    ends all processes of both hosts and removes interfaces, mounts and addresses. Nothing has a
+    name outside of the namespaces, so several pairs may exist at once. Raises LackingError on
+    entering if this machine does not permit it.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""The first process of a host: makes the namespaces, then starts what it is asked to.
+"""The first process of a host: creates the namespaces, then starts commands on request.
 
     python -I inside.py FACTS        FACTS: JSON, see `Facts`
 
-It loads the standard library alone. Requests and answers are JSON, one a packet of the socket
-`control`; the first packet tells whether the host is up, and hands over its end of the link. When
-`control` is closed, or this process is ended, the kernel ends every process of the host: they are
-in one process namespace, of which this is number 1.
+Imports only the standard library. Requests and answers are JSON, one per packet of the socket
+`control`; the first packet reports whether the host is up, and passes its end of the link. When
+`control` is closed or this process ends, the kernel ends every process of the host, because this is
+process 1 of their namespace.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ _TUN_SET_INTERFACE: Final = 0x400454CA
 _IFF_TUN, _IFF_NO_HEADER = 0x0001, 0x1000
 _SET_FLAGS, _SET_ADDRESS, _SET_MASK, _SET_MTU, _SET_QUEUE = 0x8914, 0x8916, 0x891C, 0x8922, 0x8943
 _UP_AND_RUNNING: Final = 0x41
-_QUEUED_PACKETS: Final = 1000  # that wait in the kernel for the link
-# What says that this machine does not let us, rather than that we did wrong.
+_QUEUED_PACKETS: Final = 1000  # packets that may wait in the kernel for the link
+# Errors that mean missing permission of this machine, not a mistake of this program.
 _REFUSALS: Final = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENODEV, errno.ENOSPC}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Facts(NamedTuple):
-    """What the host is to be: descriptors of two sockets' ends, names and addresses, in order."""
+    """Configuration of a host: two socket descriptors, host names and addresses, in order."""
 
     control: int
     name: str
@@ -64,7 +64,7 @@ def main() -> None:
     if first == 0:
         _end_with_parent()
         os._exit(_be_first(facts, control))
-    # Ends once all processes of the host have: the kernel keeps number 1 until then.
+    # The kernel keeps process 1 until all processes of the host have ended.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
     control.close()
     os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
@@ -78,7 +78,7 @@ def _be_first(facts: Facts, control: socket.socket) -> int:
         _send(control, {"lacking": str(error)})
         return 0
     socket.send_fds(control, [b'{"up": true}'], [link])
-    os.close(link)  # whoever has the copy is the link
+    os.close(link)  # the receiver of the copy is the link
     _serve(control)
     return 0
 
@@ -95,7 +95,7 @@ def _refuse(what: str, error: OSError) -> NoReturn:
 
 
 def _leave_namespaces() -> None:
-    """Make new namespaces; who is not root does so as root of a new one of users."""
+    """Create new namespaces; without root, as root of a new user namespace."""
     flags = _NEW_MOUNTS | _NEW_NAME | _NEW_PROCESSES | _NEW_NETWORK
     user, group = os.getuid(), os.getgid()
     if user:
@@ -135,9 +135,9 @@ def _furnish(facts: Facts) -> None:
 
 def _open_link(facts: Facts) -> int:
     """Create this host's end of the link, with its address; return its packet descriptor."""
-    with contextlib.suppress(OSError):  # one chatter less to count
+    with contextlib.suppress(OSError):  # fewer packets to count
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
-    with contextlib.suppress(OSError):  # that of most machines, whatever this one has
+    with contextlib.suppress(OSError):  # the default of most machines
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
 
@@ -158,7 +158,7 @@ def _open_link(facts: Facts) -> int:
         ask(_SET_ADDRESS, "link", _internet(facts.address))
         ask(_SET_MASK, "link", _internet("255.255.255.0"))
         ask(_SET_MTU, "link", struct.pack("i", facts.mtu))
-        with contextlib.suppress(RefusedError):  # for root of the machine alone; 500 without
+        with contextlib.suppress(RefusedError):  # needs root of the machine; otherwise 500
             ask(_SET_QUEUE, "link", struct.pack("i", _QUEUED_PACKETS))
         for interface in ("lo", "link"):
             ask(_SET_FLAGS, interface, struct.pack("H", _UP_AND_RUNNING))
@@ -208,7 +208,7 @@ def _reap(codes: dict[int, int | None]) -> None:
 def _kill(job: int, number: int) -> None:
     try:
         os.killpg(job, number)
-    except ProcessLookupError:  # it has not come to its session yet
+    except ProcessLookupError:  # it has not created its session yet
         os.kill(job, number)
 
 

@@ -12,10 +12,10 @@ _RELAY: Final = "experiments.two_hosts.relay"
 
 
 class OneWay(NamedTuple):
-    """What went one way: packets with their headers.
+    """Traffic in one direction, packet headers included.
 
-    `late_s`: 99 of 100 packets came at most so much later than the link's rate and delay say, as
-    this machine had other work; a power of two of microseconds.
+    `late_s` is an upper bound of the lateness of 99 of 100 packets relative to the rate and delay:
+    a power of two of microseconds. Lateness is caused by other load.
     """
 
     passed_bytes: int
@@ -24,7 +24,7 @@ class OneWay(NamedTuple):
     late_s: float
 
     def since(self, before: "OneWay") -> "OneWay":
-        """Return the traffic after `before`; lateness is that of all packets."""
+        """Return the traffic after `before`; the lateness is that of all packets."""
         return OneWay(
             self.passed_bytes - before.passed_bytes,
             self.passed_packets - before.passed_packets,
@@ -45,11 +45,13 @@ class Counts(NamedTuple):
 
 
 class Link:
-    """A process that carries packets between the ends of two hosts.
+    """A process that forwards packets between the ends of two hosts.
 
-    `rate`: bits a second each way, counted with the packets' own headers; 0: without bound.
-    `delay_s`: each way, beside the time on the wire. `queue_bytes`: how much may wait for the wire
-    before packets are lost; None: as much as is under way on the link and back, at least 128 kB.
+    Args:
+        rate: bits per second in each direction, packet headers included; 0 for no limit
+        delay_s: seconds in each direction, in addition to the transmission time
+        queue_bytes: bytes that may wait before packets are dropped; None for the bandwidth-delay
+            product of the round trip, at least 128 kB
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _INSIDE: Final = Path(__file__).with_name("inside.py")
-_PATIENCE_S: Final = 60.0  # for an answer that takes milliseconds on a quiet machine
+_PATIENCE_S: Final = 60.0  # an answer takes milliseconds on an idle machine
 _LOOK_S: Final = 0.02
 
 
@@ -21,7 +21,7 @@ class LackingError(Exception):
 
 
 class Asker:
-    """One end of a socket for requests and answers, as JSON, one per packet."""
+    """One end of a socket for requests and answers: JSON, one per packet."""
 
     def __init__(self, own: socket.socket, process: subprocess.Popen[bytes], said: int):
         self._own, self._process, self._said = own, process, said
@@ -42,7 +42,7 @@ class Asker:
 
     def said(self) -> str:
         """Return the output of the process."""
-        # The place in the file is the process's, too: it stays.
+        # pread does not move the file offset, which the process shares.
         text = os.pread(self._said, 1 << 16, 0)
         return text.decode(errors="replace").strip()
 
@@ -63,9 +63,9 @@ class Asker:
 
 
 def start_asked(command: Sequence[str], kept: Sequence[int] = (), **facts: object) -> Asker:
-    """Start a program of this folder: its last word is JSON of the facts and its socket."""
+    """Start a program of this folder; its last argument is JSON with the facts and its socket."""
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    said = os.memfd_create("said")  # a file without a name
+    said = os.memfd_create("said")  # an unnamed file
     words = [*command, json.dumps({"control": theirs.fileno(), **facts})]
     with theirs:
         process = subprocess.Popen(
@@ -76,7 +76,7 @@ def start_asked(command: Sequence[str], kept: Sequence[int] = (), **facts: objec
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            start_new_session=True,  # Ctrl-C is for us alone: we end them
+            start_new_session=True,  # Ctrl-C must not reach it; this process ends it
         )
     return Asker(own, process, said)
 
@@ -105,7 +105,7 @@ class Job:
         deadline_s = time.monotonic() + limit_s
         while self.code is None:
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"no end after {limit_s:g} s; it said:\n{self.output}")
+                raise TimeoutError(f"not ended after {limit_s:g} s; output:\n{self.output}")
             time.sleep(_LOOK_S)
         return self.code
 
@@ -134,7 +134,7 @@ class Host:
         except BaseException:
             self.power_off()
             raise
-        (self.link_end,) = descriptors  # who starts the link takes it
+        (self.link_end,) = descriptors  # taken by the process that starts the link
 
     def start(
         self,

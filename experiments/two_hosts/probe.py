@@ -1,10 +1,10 @@
 """One end of a measurement of the link.
 
     python probe.py serve PORT
-    python probe.py trips ADDRESS PORT COUNT      the times of round trips of one byte, JSON
-    python probe.py stream ADDRESS PORT SECONDS   bits a second that arrived, JSON
+    python probe.py trips ADDRESS PORT COUNT      round-trip times of one byte, JSON
+    python probe.py stream ADDRESS PORT SECONDS   bits per second that arrive, JSON
 
-It loads the standard library alone, so that it can run on a host.
+Imports only the standard library, so that it can run on a host.
 """
 
 import json
@@ -34,7 +34,7 @@ def _answer(connection: socket.socket) -> None:
             while byte := connection.recv(1):
                 connection.sendall(byte)
             return
-        # The first second fills the link: the window grows from nothing.
+        # The first second is not counted: the TCP window grows from zero.
         moments: list[tuple[float, int]] = []
         num_bytes = 0
         while received := connection.recv(1 << 20):

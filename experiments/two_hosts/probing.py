@@ -15,7 +15,7 @@ from experiments.two_hosts.machine import Host, Job
 _PROBE: Final = str(Path(__file__).with_name("probe.py"))
 _PORT: Final = 29_400
 _NUM_TRIPS: Final = 40
-_HEADER_BYTES: Final = 52  # of IP and TCP in each packet, with time stamps
+_HEADER_BYTES: Final = 52  # IP and TCP headers per packet, with time stamps
 _LIMIT_S: Final = 60.0
 
 
@@ -24,10 +24,10 @@ class Accuracy(NamedTuple):
 
     rate: float
     delay_s: float
-    trip_s: float  # the median of round trips of one byte on an idle link
+    trip_s: float  # median round trip of one byte on an idle link
     there: float
     back: float
-    both: tuple[float, float]  # at once, as when two ranks exchange
+    both: tuple[float, float]  # both directions at once, as in an exchange of two ranks
     late_s: float
 
     @property

@@ -66,11 +66,14 @@ def start_ranks(
     port: int = _PORT,
     environ: Mapping[str, str] | None = None,
 ) -> Ranks:
-    """Start `python WORDS` as each rank, with the environment that torchrun would give it.
+    """Start `python WORDS` as each rank, with the environment that torchrun would set.
 
-    `places`: the world ranks on each host, as [[0, 1], [2, 3]]. They start in `folder`; what they
-    say goes to `logs`/rank_R.txt. `port`: where rank 0 listens; another one while an earlier run
-    may still hold it. `environ`: variables beside those of this process.
+    Args:
+        places: world ranks on each host, for example [[0, 1], [2, 3]]
+        folder: working folder
+        logs: folder for the output of the ranks, rank_R.txt
+        port: port of rank 0; use another one while an earlier run may still hold it
+        environ: variables in addition to those of this process
     """
     logs.mkdir(parents=True, exist_ok=True)
     at_home = next(host for host, own in zip(pair.hosts, places, strict=True) if 0 in own)

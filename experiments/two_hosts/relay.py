@@ -1,8 +1,9 @@
-"""The wire: carries packets between two descriptors, with a rate and a delay each way.
+"""The link: forwards packets between two descriptors, with a rate and a delay in each direction.
 
     python relay.py FACTS        FACTS: JSON with control, ends, rate, delay_s, queue_bytes
 
-Requests and answers are JSON, one a packet of the socket `control`; it ends when that is closed.
+Requests and answers are JSON, one per packet of the socket `control`; the process ends when it is
+closed.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from experiments.two_hosts.shaping import Direction
 
-_BURST: Final = 32  # packets read before others have their turn
+_BURST: Final = 32  # packets read from one end before the other end is served
 _MOST_BYTES: Final = 1 << 16
 _SYN, _ACK = 0x02, 0x10
 
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def _come_first() -> None:
-    """Raise the scheduling priority if permitted, since a real link has no other load."""
+    """Raise the scheduling priority if permitted, because a real link has no other load."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except OSError:
@@ -63,7 +64,7 @@ class Wire:
         now_s = time.monotonic()
         for way, far_end in zip(self._ways, reversed(self._ends), strict=True):
             for packet in way.due(now_s):
-                # A host whose receiving queue is full loses it, as hosts do.
+                # A host with a full receive queue drops the packet, like a real host.
                 with contextlib.suppress(OSError):
                     os.write(far_end, packet)
         return control.fileno() not in readable or self._answer(control)

@@ -4,15 +4,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-_LATE_STEPS: Final = 24  # of the histogram of lateness: powers of two of microseconds
+_LATE_STEPS: Final = 24  # bins of the histogram of lateness: powers of two of microseconds
 
 
 @dataclass
 class Direction:
     """A queue that transmits `rate` bits per second and delivers each packet `delay_s` later.
 
-    As at the port of a switch, packets wait for earlier ones, and a packet that finds more than
-    `queue_bytes` waiting is dropped. A rate of 0 is unlimited. Times are seconds of one clock.
+    Like a port of a switch, it drops a packet that finds more than `queue_bytes` waiting. A rate of
+    0 is unlimited. Times are seconds of one clock.
     """
 
     rate: float
@@ -22,7 +22,7 @@ class Direction:
     passed_bytes: int = 0
     passed_packets: int = 0
     lost_packets: int = 0
-    _free_s: float = 0.0  # when the last packet is on the wire
+    _free_s: float = 0.0  # end of the transmission of the last packet
     _waiting: deque[tuple[float, bytes]] = field(default_factory=deque)
     _late: list[int] = field(default_factory=lambda: [0] * _LATE_STEPS)
 

@@ -152,7 +152,7 @@ def test_claims_are_read_off_what_the_parts_wrote():
     assert told == {
         "holds, one rank: ours over the plain loop",
         "NOT FOUND, one rank: virtual stages over plain accumulation",
-        "NOT FOUND, one rank: gradients of ours beside plain ones",
+        "NOT FOUND, one rank: relative difference of gradients",
         "NOT FOUND, one rank: waits for the device in a step of ours",
         "holds, memory: left by measuring layers, bytes",
         "DOES NOT HOLD, memory: peak over plan, offload",

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.soak.__main__ import Wishes, chosen, live_through, parsed
+from experiments.soak.__main__ import Options, chosen, execute, parsed
 from experiments.soak.comparing import largest_difference
-from experiments.soak.execution import FORCED, Problem, RunExecution, Verdict
+from experiments.soak.execution import FORCED, Execution, FailedCheckError, Verdict
 from experiments.soak.hosts import this_machine
-from experiments.soak.injection import InjectedFault, Live, corrupt, inject_fault
+from experiments.soak.injection import ActiveRun, InjectedFault, corrupt, inject
 from experiments.soak.plan import ALL_MICROBATCHES, LAYOUTS, Kind, draw
 from experiments.soak.processes import families, seen
 from experiments.soak.results import Results
@@ -57,11 +57,11 @@ def test_layouts_share_the_micro_batches():
 
 
 def test_one_fault_or_those_from_one_on_are_struck_alone():
-    whole = chosen(Wishes(faults=20))
-    (alone,) = chosen(Wishes(faults=20, only=7))
+    whole = chosen(Options(faults=20))
+    (alone,) = chosen(Options(faults=20, only=7))
     assert alone.faults == (whole[1].faults[2],) and alone.words == whole[1].words
-    assert chosen(Wishes(faults=20, first=10)) == whole[2:]
-    assert parsed(["faults=3", "hosts=false", "out=x"]) == Wishes(faults=3, hosts=False, out="x")
+    assert chosen(Options(faults=20, first=10)) == whole[2:]
+    assert parsed(["faults=3", "hosts=false", "out=x"]) == Options(faults=3, hosts=False, out="x")
     with pytest.raises(SystemExit, match="expected words like"):
         parsed(["fault=3"])
 
@@ -124,26 +124,26 @@ FRAME = 'Traceback (most recent call last):\n  File "/a/gpipe_hpc/train.py", lin
         ([Ended(-9, GOOD), KILLED], "rank 0 ended with -9"),
         ([Ended(0, GOOD), KILLED], "rank 0 ended with 0"),
         ([Ended(1, GOOD), Ended(0, "")], "rank 1 ended with 0"),
-        ([Ended(1, "lost something"), KILLED], "rank 0 did not say"),
-        ([Ended(1, GOOD.partition(";")[0]), KILLED], "rank 0 did not say look at its log"),
-        ([Ended(1, f"{GOOD}\n{FRAME}"), KILLED], "rank 0 shows a traceback of ours"),
+        ([Ended(1, "lost something"), KILLED], "rank 0 did not print"),
+        ([Ended(1, GOOD.partition(";")[0]), KILLED], "rank 0 did not print look at its log"),
+        ([Ended(1, f"{GOOD}\n{FRAME}"), KILLED], "rank 0 shows a traceback of gpipe_hpc"),
     ],
 )
 def test_what_is_not_as_it_must_be_is_found(tmp_path, ranks, problem):
     (run,) = draw(0, 1)
     server = SimpleNamespace(ask=lambda **request: None)
-    ground = this_machine(server, is_private=False)
-    life = RunExecution(run, ground, tmp_path / "work", tmp_path, pace_s=0.0, can_fill=False)
-    life._ranks = ranks
+    hosts = this_machine(server, is_private=False)
+    execution = Execution(run, hosts, tmp_path / "work", tmp_path, pace_s=0.0, can_fill=False)
+    execution._ranks = ranks
     verdict = Verdict(run.faults[0])
     names = {0: (r"rank 1 on here\b", "gone")}
-    struck = InjectedFault(time.time(), names, {1: frozenset({-9})}, remedy="look at its log")
-    life._judge(struck, verdict)
+    injected = InjectedFault(time.time(), names, {1: frozenset({-9})}, remedy="look at its log")
+    execution._judge(injected, verdict)
     assert len(verdict.problems) == bool(problem), verdict.problems
     assert problem is None or verdict.problems[0].startswith(problem)
 
 
-class Obeying:
+class CommandedLayer:
     """A rank that ends at the moment somebody looks at it, after it has `noted` an order or not."""
 
     output = ""
@@ -162,29 +162,31 @@ def test_a_rank_that_obeys_and_ends_between_two_looks_has_obeyed(tmp_path):
     """The soak took it for one that had ended without doing what was ordered."""
     faults = [fault for run in draw(0, 100) for fault in run.faults]
     fault = next(each for each in faults if each.way == "os._exit(7)" and each.victim == 0)
-    ground = SimpleNamespace(place_of=lambda rank, size: SimpleNamespace(name="here"))
+    hosts = SimpleNamespace(place_of=lambda rank, size: SimpleNamespace(name="here"))
     order = tmp_path / "order"
-    live = Live(ground, [Obeying(tmp_path / "order.done")], tmp_path, order, can_fill=False)
-    assert inject_fault(fault, live).since_s == 5.0
+    live = ActiveRun(
+        hosts, [CommandedLayer(tmp_path / "order.done")], tmp_path, order, can_fill=False
+    )
+    assert inject(fault, live).since_s == 5.0
     (tmp_path / "order.done").unlink()
-    with pytest.raises(TimeoutError, match="rank 0 did not do what was ordered"):
-        inject_fault(fault, replace(live, ranks=[Obeying()]))
+    with pytest.raises(TimeoutError, match="rank 0 did not execute its command"):
+        inject(fault, replace(live, ranks=[CommandedLayer()]))
 
 
 def test_a_run_that_does_not_come_to_its_end_after_all_faults_is_told_of(capsys):
     """A rank ended with a traceback there, and the results said of that run nothing at all."""
 
     def fail():
-        raise Problem("the run did not end well")
+        raise FailedCheckError("the run did not end well")
 
     (run,) = draw(0, 5)
     verdicts = [Verdict(fault) for fault in run.faults]
-    life = SimpleNamespace(verdicts=lambda: iter(verdicts), end=fail, close=lambda: None)
+    execution = SimpleNamespace(verdicts=lambda: iter(verdicts), end=fail, close=lambda: None)
     results = Results([], None, None)
-    live_through(run, life, results)
+    execute(run, execution, results)
     assert results.exit_code == results.num_problems == 1
-    assert "the run could not go on: the run did not end well" in capsys.readouterr().out
-    assert "1 runs came to their end, 0 of them equal" in results.text()
+    assert "the run could not continue: the run did not end well" in capsys.readouterr().out
+    assert "1 runs finished, 0 of them equal" in results.text()
 
 
 @pytest.mark.slow
@@ -196,13 +198,13 @@ def test_a_run_that_is_struck_five_times_ends_as_one_that_never_was(
     """The two have all ten kinds of fault that strike on one machine."""
     run = draw(14, 10, most_ranks=3, with_hosts=False)[number]
     assert run.keeps_layout == (number == 0)
-    ground = this_machine(process_server, is_private=False)
-    life = RunExecution(run, ground, tmp_path / "work", tmp_path, pace_s=0.005, can_fill=False)
+    hosts = this_machine(process_server, is_private=False)
+    execution = Execution(run, hosts, tmp_path / "work", tmp_path, pace_s=0.005, can_fill=False)
     try:
-        verdicts = list(life.verdicts())
-        end = life.end()
+        verdicts = list(execution.verdicts())
+        end = execution.end()
     finally:
-        life.close()
+        execution.close()
     assert [verdict.fault for verdict in verdicts] == list(run.faults)
     found = {verdict.fault.kind.value: verdict.problems for verdict in verdicts}
     assert not any(found.values()) and not end.problems, (found, end)

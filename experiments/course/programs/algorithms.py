@@ -1,9 +1,9 @@
-"""Four algorithms for an all-reduce, written with send and receive; for exercise 3.
+"""Four algorithms for an all-reduce, built from sends and receives; for exercise 3.
 
-torchrun --standalone --nproc_per_node 4 -m experiments.course.programs.algorithms
+    torchrun --standalone --nproc_per_node 4 -m experiments.course.programs.algorithms
 
-Rank 0 prints a line of JSON: for each algorithm and size what a rank sends at most (messages,
-bytes) and the seconds of each round; and the seconds of messages between two ranks.
+Rank 0 prints a line of JSON: for each algorithm and size, the most messages and bytes that a rank
+sends and the seconds of each round; and the seconds of messages between two ranks.
 """
 
 import json
@@ -18,11 +18,11 @@ from torch import Tensor
 
 SIZES: Final = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 ROUNDS: Final = 9
-CALLS: Final = 5  # in a round, one after the other: waiting for the first is shared
+CALLS: Final = 5  # calls per round, one after the other, which share the wait for the first
 
 
 class Wire:
-    """Sends and receives, and counts what this rank has sent."""
+    """Sends and receives tensors, and counts what this rank has sent."""
 
     def __init__(self) -> None:
         self.num_messages = 0
@@ -82,7 +82,7 @@ def tree(wire: Wire, values: Tensor, ranks: list[int]) -> None:
 
 
 def hierarchy(wire: Wire, values: Tensor, ranks: list[int]) -> None:
-    """Pairs are hosts: to the first rank of the host, around the first ranks, and back."""
+    """Pairs of ranks are hosts: reduce to a host's first rank, a ring over these, and back."""
     me = dist.get_rank()
     leader = me - me % 2
     if me != leader:
@@ -105,7 +105,7 @@ ALGORITHMS: Final[dict[str, Callable[[Wire, Tensor, list[int]], None]]] = {
 
 
 def measure(call: Callable[[], None]) -> list[float]:
-    """Return the seconds of each round, of the slowest rank; the first round does not count."""
+    """Return the seconds of each round on the slowest rank, without the first round."""
     times = []
     for _ in range(ROUNDS + 1):
         dist.barrier()
@@ -129,7 +129,7 @@ def ping(values: Tensor) -> None:
 
 
 def main() -> None:
-    """Check and time everything; print it on rank 0."""
+    """Check and time all algorithms; print the results on rank 0."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     num, me = dist.get_world_size(), dist.get_rank()

@@ -11,7 +11,7 @@ from gpipe_hpc import LayerSpec
 
 
 class Mortal(nn.Module):
-    """A linear layer that ends its process without a word, if this is rank 1 of a launched run."""
+    """A linear layer that ends its process without a message on rank 1 of a launched run."""
 
     def __init__(self, width: int, dies_at_forward: int) -> None:
         super().__init__()

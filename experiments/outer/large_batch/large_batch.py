@@ -1,10 +1,10 @@
-"""Accuracy on Fashion-MNIST with batches of 64 and 512 samples: what brings it back, three seeds.
+"""Accuracy on Fashion-MNIST with batches of 64 and 512 samples, by method, with three seeds.
 
     OMP_NUM_THREADS=1 nice -n 10 python experiments/outer/large_batch/large_batch.py
 
-Every contestant sees each training sample as often, except for AdaScale's, which decides that by
-itself. Runs that are done are not repeated: what they wrote stays in --out. A run's last
-validation is over all 10,000 test images.
+Every method sees each training sample equally often, except AdaScale, which determines the number
+itself. Finished runs are kept in --out and not repeated. The last validation of a run uses all
+10,000 test images.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def perceptron() -> list[LayerSpec]:
 
 
 def contestants(epochs: int) -> dict[str, tuple[str, ...]]:
-    """Return the settings of each, by its name."""
+    """Return the settings of each method, by name."""
 
     def steps(batch_size: int) -> int:
         return epochs * -(-SAMPLES // batch_size)
@@ -66,11 +66,11 @@ def contestants(epochs: int) -> dict[str, tuple[str, ...]]:
     eight = (f"train.batch_size={LARGE}", "pipeline.microbatches=4")
     base = f"lr.base_batch_size={SMALL}"
     as_many, warm = f"train.steps={large}", f"lr.warmup_steps={large // 10}"
-    # A quarter of the samples while the batch grows, of 284 samples on average.
+    # The batch, 284 samples on average, grows during a quarter of the samples.
     growing = epochs * SAMPLES // 4 // 284
     return {
         "batch 64": (*SGD, f"train.batch_size={SMALL}", f"train.steps={small}", ONE),
-        # As many samples as AdaScale's run turned out to take.
+        # As many samples as AdaScale's run used.
         "batch 64 for twice as long": (
             *SGD,
             f"train.batch_size={SMALL}",
@@ -99,7 +99,7 @@ def contestants(epochs: int) -> dict[str, tuple[str, ...]]:
 
 
 def train(settings: tuple[str, ...], seed: int, folder: Path) -> dict[str, float]:
-    """Train, unless that is done; return the accuracy, the loss, the steps, samples and seconds."""
+    """Train unless done; return accuracy, loss, steps, samples and seconds."""
     summary = folder / "result.json"
     if not summary.exists():
         began_s = time.perf_counter()
@@ -123,7 +123,7 @@ def train(settings: tuple[str, ...], seed: int, folder: Path) -> dict[str, float
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """Return the results as a table of Markdown."""
+    """Return the results as a table in Markdown."""
     lines = [
         "| | steps | epochs | accuracy, % | its seeds | against batch 64 |",
         "|---|---:|---:|---:|---|---:|",
@@ -142,7 +142,7 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main() -> None:
-    """Train all contestants with all seeds, and print the table."""
+    """Train all methods with all seeds, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3)

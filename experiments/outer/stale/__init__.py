@@ -1,1 +1,1 @@
-"""Stale-synchronous parallel training with a sharded parameter server: an exercise."""
+"""A parameter server with a bound on staleness, without one, and gossip."""

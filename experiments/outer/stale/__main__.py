@@ -1,10 +1,10 @@
-"""Steps a second and loss of stale-synchronous training, for several bounds and slow workers.
+"""Iterations per second and loss of stale-synchronous training, for several bounds and delays.
 
-python -m experiments.outer.stale --seconds 20 --bounds 0,1,4,16,none,gossip
+    python -m experiments.outer.stale --seconds 20 --bounds 0,1,4,16,none,gossip
 
-Workers and shards are processes of this machine. A worker waits, on top of computing, for as long
-as its machine is said to be busy with something else: `random`: a tenth of all iterations, any
-worker's, take ten times as long; `one`: worker 0 always takes three times as long.
+Workers and shards are processes of this machine. Workers are delayed in addition to computing.
+`random`: a tenth of all iterations, of any worker, are delayed ten times as long; `one`: worker 0
+is always delayed three times as long.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _FOREVER: Final = 1 << 40
 
 
 class Setting(NamedTuple):
-    """What one line of the table runs with; `bound`: a number, none or gossip."""
+    """Parameters of one row of the table; `bound` is a number, none or gossip."""
 
     delays: str
     bound: str
@@ -47,8 +47,8 @@ class Setting(NamedTuple):
     rate: float
 
 
-class Moment(NamedTuple):
-    """What the shards held: iterations that all workers have finished, and the loss there."""
+class Progress(NamedTuple):
+    """State of the shards: iterations that all workers have finished, and the loss."""
 
     seconds: float
     iterations: int
@@ -57,15 +57,15 @@ class Moment(NamedTuple):
 
 
 def delay_s(delays: str, worker: int, clock: int) -> float:
-    """Return how long a worker's iteration is held up; the same each time."""
+    """Return the delay of a worker's iteration; deterministic."""
     if delays == "one":
         return _BUSY_S * (3 if worker == 0 else 1)
     chance = random.Random(clock * 1009 + worker).random()
     return _BUSY_S * (10 if chance < 0.1 else 1)
 
 
-def run(setting: Setting, text: Text, seconds: float) -> list[Moment]:
-    """Train for some seconds; return what was seen on the way."""
+def run(setting: Setting, text: Text, seconds: float) -> list[Progress]:
+    """Train for some seconds; return the observed states."""
     context = multiprocessing.get_context("fork")
     values = initial_values()
     parts = list(divided(values, setting.shards))
@@ -125,9 +125,9 @@ def _work(
         os._exit(1)  # the shards have ended
 
 
-def _watched(shards: Sequence[RemoteShard], text: Text, seconds: float) -> list[Moment]:
+def _watched(shards: Sequence[RemoteShard], text: Text, seconds: float) -> list[Progress]:
     began_s = time.monotonic()
-    found: list[Moment] = []
+    found: list[Progress] = []
     while not found or found[-1].seconds < seconds:
         time.sleep(_LOOK_S)
         passed_s = time.monotonic() - began_s
@@ -135,12 +135,12 @@ def _watched(shards: Sequence[RemoteShard], text: Text, seconds: float) -> list[
         values = {name: value for _, part in answers for name, value in part.items()}
         iterations = min(facts["iterations"] for facts, _ in answers)
         ahead = max(facts["most_ahead"] for facts, _ in answers)
-        found.append(Moment(passed_s, iterations, validation_loss(values, text), ahead))
+        found.append(Progress(passed_s, iterations, validation_loss(values, text), ahead))
     return found
 
 
-def line_of(setting: Setting, moments: Sequence[Moment], common: int) -> str:
-    """Return a line of the table; `common`: iterations that every setting has reached."""
+def line_of(setting: Setting, moments: Sequence[Progress], common: int) -> str:
+    """Return a row of the table; `common` is a number of iterations that every setting reached."""
     last = moments[-1]
     after = next(moment for moment in moments if moment.iterations >= common)
     return (
@@ -152,16 +152,16 @@ def line_of(setting: Setting, moments: Sequence[Moment], common: int) -> str:
 def main() -> None:
     """Run all settings and print the table."""
     parser = argparse.ArgumentParser(prog="python -m experiments.outer.stale")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each line")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of training per row")
     parser.add_argument(
         "--bounds",
         default="0,1,4,16,none,gossip",
-        help="numbers; none: no worker waits; gossip: each averages with one other at a time",
+        help="numbers; none: no worker waits; gossip: pairs of workers average",
     )
     parser.add_argument("--delays", default="random,one")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=0.5, help="of plain gradient descent")
+    parser.add_argument("--rate", type=float, default=0.5, help="learning rate of gradient descent")
     args = parser.parse_args()
     torch.set_num_threads(1)
     text = read_text()

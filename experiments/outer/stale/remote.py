@@ -1,4 +1,4 @@
-"""A shard in a process of its own, over connections that carry no pickles."""
+"""Serve a shard from its own process, over connections that carry no pickles."""
 
 import json
 import threading
@@ -15,16 +15,16 @@ ADDRESS: Final = "127.0.0.1"
 
 
 class WatchedShard(ParameterShard, Protocol):
-    """A shard that says what it holds."""
+    """A shard that reports its parameters."""
 
     most_ahead: int
 
     def settled(self) -> tuple[int, Values]:
-        """Return how many iterations are done, and the parameters."""
+        """Return the number of finished iterations, and the parameters."""
 
 
 def serve(shard: WatchedShard, listener: Listener, num_clients: int) -> None:
-    """Answer so many clients, each on a thread of its own, until all have left."""
+    """Serve `num_clients` clients, each on its own thread, until all have disconnected."""
     threads = []
     for _ in range(num_clients):
         threads.append(threading.Thread(target=_answer, args=(shard, listener.accept())))
@@ -51,36 +51,36 @@ def _answer(shard: WatchedShard, connection: Connection) -> None:
                     connection.send_bytes(json.dumps(facts).encode())
                     connection.send_bytes(_packed(values))
     except (EOFError, ConnectionError):
-        pass  # it has left
+        pass  # the client has disconnected
     finally:
         connection.close()
 
 
 class RemoteShard:
-    """A shard that another process serves; `like` has the names, shapes and dtypes of its part."""
+    """A shard in another process; `like` has the names, shapes and dtypes of its parameters."""
 
     def __init__(self, port: int, key: bytes, like: Mapping[str, Tensor]) -> None:
         self._connection = Client((ADDRESS, port), authkey=key)
         self._like = dict(like)
 
     def read(self, worker: int, clock: int) -> Values:
-        """Wait as the bound asks; return the parameters for iteration `clock` of a worker."""
+        """Return the parameters for iteration `clock` of a worker, after the bound's wait."""
         self._ask(do="read", worker=worker, clock=clock)
         return _unpacked(self._connection.recv_bytes(), self._like)
 
     def add(self, worker: int, clock: int, update: Mapping[str, Tensor]) -> None:
-        """Send the update that iteration `clock` of a worker gave."""
+        """Send the update of iteration `clock` of a worker."""
         self._ask(do="add", worker=worker, clock=clock)
         self._connection.send_bytes(_packed({name: update[name] for name in self._like}))
 
     def settled(self) -> tuple[dict[str, int], Values]:
-        """Return facts (iterations that all have finished, most_ahead) and the parameters then."""
+        """Return the counters (finished iterations, most_ahead) and the parameters."""
         self._ask(do="settled")
         facts = json.loads(self._connection.recv_bytes())
         return facts, _unpacked(self._connection.recv_bytes(), self._like)
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         self._connection.close()
 
     def _ask(self, **request: object) -> None:

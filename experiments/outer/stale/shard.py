@@ -1,16 +1,16 @@
-"""One shard of a parameter server, whose workers may run ahead of one another by a bound.
+"""One shard of a parameter server whose workers may be a bounded number of iterations apart.
 
-Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server"
-(NIPS 2013). A worker that is about to make iteration c, counted from 0, reads all parameters and
-later adds one update to them. With bound s it
+Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (NIPS
+2013). Before iteration c, counted from 0, a worker reads all parameters; after it, it adds one
+update. With bound s it
 
 - waits until every worker has added its updates of the iterations before c - s, and sees all of
-  them: the fastest is at most s iterations ahead of the slowest,
+  them: the fastest worker is at most s iterations ahead of the slowest,
 - sees its own updates before c,
-- sees of the others' what has come, of iterations below c + s alone.
+- sees the updates of others that have arrived, only of iterations below c + s.
 
-For s = 0 the last rule leaves nothing to chance: the worker sees the iterations before c, all of
-them and no other, which is the synchronous step.
+With s = 0 the last rule adds nothing: the worker sees exactly the iterations before c, which is the
+synchronous step.
 """
 
 import threading
@@ -23,21 +23,21 @@ Values = dict[str, Tensor]
 
 
 class ParameterShard(Protocol):
-    """A shard as its workers see it, here or in another process."""
+    """The interface of a shard for workers, in this process or another one."""
 
     def read(self, worker: int, clock: int) -> Values:
-        """Wait as the bound asks; return the parameters for iteration `clock` of a worker."""
+        """Return the parameters for iteration `clock` of a worker, after the bound's wait."""
 
     def add(self, worker: int, clock: int, update: Mapping[str, Tensor]) -> None:
-        """Add the update that iteration `clock` of a worker gave."""
+        """Add the update of iteration `clock` of a worker."""
 
 
 class Shard:
-    """Some parameters, by name, in the memory of this process; many threads may use it.
+    """Some parameters, by name, in the memory of this process; thread-safe.
 
-    Updates of one iteration are added up in the order of workers, and iterations follow one
-    another: what all workers have finished does not depend on who came first, to the last bit.
-    `limit_s`: how long a worker may wait for another before TimeoutError.
+    Updates are added in the order of iterations and, within one, of workers, so the parameters
+    after finished iterations do not depend on the order of arrival, to the last bit. `limit_s` is
+    the longest wait of a worker before TimeoutError.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Shard:
         assert bound >= 0, f"shard: expected a bound of 0 or more, got {bound}"
         self._settled = {name: value.clone() for name, value in values.items()}
         self._pending: dict[int, dict[int, Mapping[str, Tensor]]] = {}
-        self._clocks = [0] * num_workers  # of each worker: iterations whose update has come
-        self._reading = [-1] * num_workers  # and the one that it reads for, or works on
+        self._clocks = [0] * num_workers  # iterations of each worker whose update has arrived
+        self._reading = [-1] * num_workers  # the iteration that each worker reads for or computes
         self._bound, self._limit_s = bound, limit_s
         self._num_settled = 0
         self._changed = threading.Condition()
-        self.most_ahead = 0  # of any worker that read, over the slowest at that moment
+        self.most_ahead = 0  # largest lead of a reading worker over the slowest
 
     def read(self, worker: int, clock: int) -> Values:
-        """Wait as the bound asks; return the parameters for iteration `clock` of a worker."""
+        """Return the parameters for iteration `clock` of a worker, after the bound's wait."""
         with self._changed:
             assert clock == self._clocks[worker], (
                 f"shard: worker {worker} reads for iteration {clock} after {self._clocks[worker]}"
@@ -71,7 +71,7 @@ class Shard:
             return self._seen_in(clock)
 
     def add(self, worker: int, clock: int, update: Mapping[str, Tensor]) -> None:
-        """Add the update that iteration `clock` of a worker gave."""
+        """Add the update of iteration `clock` of a worker."""
         with self._changed:
             assert clock == self._reading[worker] == self._clocks[worker], (
                 f"shard: worker {worker} adds to iteration {clock}, having read for "
@@ -84,7 +84,7 @@ class Shard:
             self._changed.notify_all()
 
     def settled(self) -> tuple[int, Values]:
-        """Return how many iterations all workers have finished, and the parameters after them."""
+        """Return the number of iterations that all workers have finished, and the parameters."""
         with self._changed:
             return self._num_settled, {n: value.clone() for n, value in self._settled.items()}
 
@@ -92,7 +92,7 @@ class Shard:
         return min(self._clocks) >= clock - self._bound
 
     def _check_ahead(self, worker: int) -> int:
-        """Return by how many iterations a worker is ahead of the slowest: never above the bound."""
+        """Return the lead of a worker over the slowest; assert that it is within the bound."""
         ahead = self._reading[worker] - min(self._clocks)
         assert ahead <= self._bound, (
             f"shard: worker {worker} is {ahead} iterations ahead, expected at most {self._bound}"
@@ -100,7 +100,7 @@ class Shard:
         return ahead
 
     def _settle(self) -> None:
-        """Add to the parameters what iterations gave that all workers have finished."""
+        """Add the updates of iterations that all workers have finished to the parameters."""
         while self._num_settled < min(self._clocks):
             _add_iteration(self._settled, self._pending.pop(self._num_settled))
             self._num_settled += 1
@@ -120,7 +120,7 @@ def _add_iteration(values: Values, updates: Mapping[int, Mapping[str, Tensor]]) 
 
 
 def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
-    """Return the first plus the second, plus the third, and so on."""
+    """Return the sum of the terms, added from left to right."""
     total = terms[0].clone()
     for term in terms[1:]:
         total += term
@@ -128,7 +128,7 @@ def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
 
 
 def divided(values: Mapping[str, Tensor], num_shards: int) -> Iterator[Values]:
-    """Yield the parameters of each shard: the largest first, each to the emptiest shard so far."""
+    """Yield the parameters of each shard: the largest first, each to the smallest shard so far."""
     shards: list[Values] = [{} for _ in range(num_shards)]
     sizes = [0] * num_shards
     for name in sorted(values, key=lambda name: (-values[name].numel(), name)):

@@ -1,4 +1,4 @@
-"""What is trained: which byte follows sixteen others, in the Python standard library."""
+"""The trained model: predict the byte after sixteen others, on the Python standard library."""
 
 import sysconfig
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ _NUM_VALIDATION: Final = 4096
 
 
 class Text(NamedTuple):
-    """Bytes to train on, and others."""
+    """Bytes for training, and held-out bytes."""
 
     train: Tensor
     held_out: Tensor
 
 
 def read_text(most_bytes: int = 4_000_000) -> Text:
-    """Return the files at the top of the standard library; every tenth is held out."""
+    """Return the files of the standard library's top folder; every tenth is held out."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     train = b"".join(f.read_bytes() for n, f in enumerate(files) if n % _HELD_OUT)[:most_bytes]
     held_out = b"".join(f.read_bytes() for f in files[::_HELD_OUT])
@@ -35,7 +35,7 @@ def read_text(most_bytes: int = 4_000_000) -> Text:
 
 
 def initial_values(seed: int = 0) -> Values:
-    """Return the parameters to begin with."""
+    """Return the initial parameters."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int, scale: float) -> Tensor:
@@ -52,7 +52,7 @@ def initial_values(seed: int = 0) -> Values:
 
 
 def loss_at(values: Mapping[str, Tensor], text: Tensor, places: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in nats, of the bytes behind the contexts at `places`."""
+    """Return the mean cross-entropy, in nats, of the bytes after the contexts at `places`."""
     window = text[places[:, None] + torch.arange(_CONTEXT + 1)].long()
     embedded = F.embedding(window[:, :_CONTEXT], values["embedding"]).flatten(1)
     hidden = torch.tanh(F.linear(embedded, values["hidden.weight"], values["hidden.bias"]))
@@ -61,20 +61,20 @@ def loss_at(values: Mapping[str, Tensor], text: Tensor, places: Tensor) -> Tenso
 
 
 def places_of(text: Tensor, worker: int, clock: int, number: int = _BATCH) -> Tensor:
-    """Return where the contexts of a worker's iteration stand."""
+    """Return the positions of the contexts of a worker's iteration."""
     generator = torch.Generator().manual_seed(1_000_003 * clock + worker)
     return torch.randint(len(text) - _CONTEXT, (number,), generator=generator)
 
 
 def validation_loss(values: Mapping[str, Tensor], text: Text) -> float:
-    """Return the loss on text that is held out, at the same places each time."""
+    """Return the loss at fixed positions of the held-out text."""
     with torch.no_grad():
         places = places_of(text.held_out, -1, 0, _NUM_VALIDATION)
         return loss_at(values, text.held_out, places).item()
 
 
 def update_of(values: Values, text: Text, worker: int, clock: int, rate: float) -> Values:
-    """Return a step down the gradient on a worker's batch, of length `rate`."""
+    """Return a gradient step on a worker's batch with learning rate `rate`."""
     leaves = {name: value.requires_grad_() for name, value in values.items()}
     loss = loss_at(leaves, text.train, places_of(text.train, worker, clock))
     gradients = torch.autograd.grad(loss, list(leaves.values()))

@@ -1,4 +1,4 @@
-"""What a worker does: read, compute a gradient, add an update; again and again."""
+"""The loop of a worker: read, compute a gradient, add an update."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from experiments.outer.stale.shard import ParameterShard, Values
 
-# From the parameters and the iteration to what is added to them.
+# Maps parameters and an iteration to an update.
 Compute = Callable[[Values, int], Mapping[str, Tensor]]
 
 
@@ -17,7 +17,7 @@ def work(
     iterations: range,
     compute: Compute,
 ) -> None:
-    """Make iterations as one worker; `names`: the parameters of each shard."""
+    """Run iterations as one worker; `names` has the parameters of each shard."""
     for clock in iterations:
         values: Values = {}
         for shard in shards:
