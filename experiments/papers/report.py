@@ -94,7 +94,7 @@ def _simulated(table: Table, most_rows: int) -> str:
     shown = [figures[0], *(f for f in figures[1:] if f not in near)]
     counts = (
         f"{len(near)} of {len(figures)} figures are within {100 * WITHIN:.0f} %; their largest "
-        f"error is {100 * largest:.1f} %. The first and all others:"
+        f"error is {100 * largest:.1f} %. Shown are the first one and those outside:"
     )
     return "\n".join([counts, "", *lines, *map(_line, shown)])
 
