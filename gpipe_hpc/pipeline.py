@@ -380,7 +380,7 @@ class Pipeline:
         self._engine.whole_model.watch()
         local_sgd = self._steps.local_sgd
         if local_sgd is not None:
-            self._outer_due = local_sgd.steps.is_due(self.steps_done)
+            self._outer_due = local_sgd.is_due(self.steps_done)
             self._versions_stepped = self._versions()
         return result
 
@@ -649,7 +649,7 @@ class Pipeline:
     def replicas_differ(self) -> bool:
         """Return whether replicas may have different parameters."""
         local_sgd = self._steps.local_sgd
-        return local_sgd is not None and local_sgd.steps.replicas_differ
+        return local_sgd is not None and local_sgd.replicas_differ
 
     def outer_state(self) -> dict[str, torch.Tensor]:
         """Return the state that this rank keeps between steps to combine replicas, by name.

@@ -4,17 +4,18 @@ A micro-batch takes one path, downwards: `engine` (built once by `Pipeline`), `s
 of a rank), `executor` (its list of actions), `stage_runner` (forward, recomputation and backward of
 one stage), `layer_runner` (consecutive layers), the layer. Each action gets one frozen `run.Run`.
 
-- `stages/`: what a rank keeps between steps: its stages, its channels and groups.
-- `random_state`, `buffers`: what a forward changes besides its output, by micro-batch.
-- `outputs`: outputs of a stage, in memory of their own.
+- `assembly`, `stage`, `wiring`: stages, and the channels and groups that connect them.
+- `random_state`, `buffers`: state that a forward changes besides its output, by micro-batch.
+- `inputs`, `outputs`: inputs are never written to; outputs get memory of their own.
 - `offload`: activations that are moved to host memory.
-- `backward/`: a backward in one piece, or split into I and W.
+- `backward/`, `outsiders`: a backward, in one piece or split into I and W, and checks of its
+  graph and of random numbers.
 - `buffer_sync`, `parameters`: buffers and parameters that copies of a stage share.
 - `loss`, `step_reduction`, `step_result`: the all-reduce at the end of a step, and its totals.
-- `gradient_norms`, `batchnorm_statistics`, `trainable`, `same_data`: what travels with it.
+- `gradient_norms`, `batchnorm_statistics`, `same_data`: values that this all-reduce carries too.
 - `precision`: autocast and the loss scale.
 - `local_sgd`: replicas that train separately between outer steps.
-- `recorder`: when actions ran.
+- `recorder`: start and end times of actions.
 
 Other packages import the names of `__all__` only; they are resolved on first use.
 """
@@ -23,8 +24,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
-    from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+    from gpipe_hpc.engine.backward.splitting import (
+        Deferred,
+        DeferWeights,
+        accumulate_gradients,
+        edge_of,
+    )
     from gpipe_hpc.engine.buffers import Home, version_of
     from gpipe_hpc.engine.engine import Engine
     from gpipe_hpc.engine.gradient_norms import norms_of
@@ -32,9 +37,8 @@ if TYPE_CHECKING:
     from gpipe_hpc.engine.random_state import own_generators
     from gpipe_hpc.engine.recorder import ActionTimes, StepMarks, StepTimes
     from gpipe_hpc.engine.run import Run
-    from gpipe_hpc.engine.stages.tables import Tables
-    from gpipe_hpc.engine.stages.wiring import Wiring
     from gpipe_hpc.engine.step_result import StepResult
+    from gpipe_hpc.engine.wiring import Tables, Wiring
 
 __all__ = [
     "ActionTimes",
@@ -71,11 +75,11 @@ def __getattr__(name: str) -> Any:
         "StepMarks": "recorder",
         "StepResult": "step_result",
         "StepTimes": "recorder",
-        "Tables": "stages.tables",
-        "Wiring": "stages.wiring",
-        "accumulate_gradients": "backward.calls",
+        "Tables": "wiring",
+        "Wiring": "wiring",
+        "accumulate_gradients": "backward.splitting",
         "casting": "precision",
-        "edge_of": "backward.calls",
+        "edge_of": "backward.splitting",
         "keeping_casts": "precision",
         "norms_of": "gradient_norms",
         "own_generators": "random_state",

@@ -17,7 +17,7 @@ _MAX_SHOWN: Final = 12
 
 
 class StageStatistics:
-    """Statistics of the BatchNorm layers of one stage over a step.
+    """Sums the statistics of one stage's BatchNorm layers over a step, and updates their buffers.
 
     All copies of the stage update their buffers from the same float64 sums, so the buffers stay
     equal to the bit.
@@ -39,7 +39,7 @@ class StageStatistics:
         return len(self._modules)
 
     def clear(self) -> None:
-        """Begin a step."""
+        """Begin a step with no statistics."""
         self._noted.clear()
         self._flat = self._pending = None
 
@@ -74,13 +74,13 @@ class StageStatistics:
 
 
 def gather_batchnorm(own: Mapping[int, Conversion], pipeline: ControlGroup) -> Conversion:
-    """Return the BatchNorm layers of all stages in order; `own`: those of this rank by stage."""
+    """Return the BatchNorm layers of all stages; `own`: those of this rank by stage."""
     by_stage = pipeline.merge_object(dict(own), or_)
     return Conversion.of(by_stage[index] for index in sorted(by_stage))
 
 
 def log_batchnorm(found: Conversion) -> None:
-    """Log the layers whose statistics are pooled, and warn of those whose are not."""
+    """Log the layers whose statistics are pooled, and warn about other BatchNorm classes."""
     if found.converted:
         log.info("BatchNorm over micro-batches: %s", _shortened(found.converted))
     if found.left:
@@ -109,7 +109,7 @@ def _update(layer: PooledBatchNorm, sums: torch.Tensor) -> None:
     """Move a layer's buffers towards the step's statistics, as `nn.BatchNorm` does for a batch."""
     assert layer.running_mean is not None and layer.running_var is not None
     mean, squares, count = pooled(sums, layer.running_mean)
-    # Unused layers keep their values; asking the device which are unused would wait.
+    # Unused layers keep their values; reading from the device which are unused would wait.
     is_used = count > 0
     share: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
     if layer.num_batches_tracked is not None:

@@ -1,12 +1,12 @@
 """Synchronization of buffers that forwards change, over the ranks with a copy of one stage.
 
 Copies of a stage run different micro-batches, so counters and averages in their buffers diverge. At
-the end of a step the copies are made equal, or a warning says that they are not. Pooled BatchNorm
-layers are left out. The host does not wait for a device: messages about values are logged when the
-values have arrived.
+the end of a step the copies are made equal, or a warning reports that they differ. Pooled BatchNorm
+layers are left out. The host does not wait for a device: messages that depend on values are logged
+after these have been copied to the host.
 
-Ranks learn from the step's all-reduce whether any copy has changed a buffer; if none has, nothing
-else is sent.
+The step's all-reduce contains flags of changed buffers; if no copy has changed one, nothing else is
+sent.
 """
 
 import logging
@@ -23,6 +23,7 @@ from gpipe_hpc.comm.collectives.group import Group
 from gpipe_hpc.comm.collectives.packed import bytes_of
 from gpipe_hpc.device.deferred import AsyncHostTensor
 from gpipe_hpc.device.device import Device
+from gpipe_hpc.engine.buffers import version_of
 from gpipe_hpc.engine.step_reduction import unite_flags
 from gpipe_hpc.models import PooledBatchNorm
 from gpipe_hpc.torch_compat import has_internal_overlap
@@ -39,13 +40,13 @@ _DIFFER: Final = (
 class DivergenceReporter:
     """Logs how buffers were synchronized, on the first rank of a group only.
 
-    Messages that depend on values of a device are logged when these have reached the host.
+    Messages that depend on values of a device are logged after these have been copied to the host.
     """
 
     def __init__(self, group: Group, position: int) -> None:
         self._group, self._position = group, position
         self._said: set[str] = set()
-        # Names, for each the number of ranks that differed from the first, and the first.
+        # Names, for each the number of ranks that differed from the first, and the first rank.
         self._compared: deque[tuple[Sequence[str], AsyncHostTensor, int]] = deque()
 
     def ends_with(self, owner: object) -> None:
@@ -56,7 +57,7 @@ class DivergenceReporter:
         weakref.finalize(owner, self._at_end)
 
     def _at_end(self) -> None:
-        with suppress(RuntimeError):  # of a device that is gone
+        with suppress(RuntimeError):  # of a device that is not available any more
             self.log_arrived()
 
     def compare(self, names: Sequence[str], counts: AsyncHostTensor, first: int) -> None:
@@ -64,7 +65,7 @@ class DivergenceReporter:
         self._compared.append((names, counts, first))
 
     def log_arrived(self) -> None:
-        """Log the buffers that differed, as far as their values have arrived: on a CPU, all."""
+        """Log the buffers that differed and whose counts have arrived on the host."""
         self._say_compared(AsyncHostTensor.poll)
 
     def log_pending(self) -> None:
@@ -82,7 +83,10 @@ class DivergenceReporter:
             self.say(apart, logging.WARNING, _DIFFER, first)
 
     def say(self, names: Iterable[str], level: int, what: str, first: int = 0) -> None:
-        """Log a message once for each buffer; `what` may contain {size} and {first}, a rank."""
+        """Log a message once for each buffer.
+
+        `what` may contain {size}, the number of ranks, and {first}, the rank at position `first`.
+        """
         new = [name for name in names if name not in self._said]
         self._said.update(new)
         if new and self._position == 0:
@@ -120,7 +124,7 @@ class BufferPlace(NamedTuple):
 
 
 class _SourceBuffer(NamedTuple):
-    """The rank whose value of a buffer is used, and what all ranks have in common.
+    """The rank that provides the value of a buffer, and properties of the buffer on all ranks.
 
     Attributes:
         order: Ranks with a smaller number take precedence.
@@ -146,7 +150,7 @@ class _SourceBuffer(NamedTuple):
 
     @property
     def num_numbers(self) -> int:
-        """Return the number of real numbers in it."""
+        """Return the number of real numbers in the buffer."""
         return self.like.numel() * (2 if self.like.is_complex() else 1)
 
 
@@ -184,12 +188,12 @@ class BufferSynchronizer:
         self._named: list[tuple[str, nn.Module, tuple[str, ...]]] = []  # what the table is of
         self._table: dict[str, BufferPlace] = {}
         self._names = sorted(self._places())
-        self._num_slots = max(1, len(self._names))  # all ranks know it, so it stays
+        self._num_slots = max(1, len(self._names))  # equal on all ranks, so it never changes
         self._kinds = self._kinds_now()
         self._before: dict[str, tuple[torch.Tensor | None, int]] = {}  # tensor and version
-        self._changed: set[str] = set()  # since the holders were made equal
+        self._changed: set[str] = set()  # since the copies were made equal
         self._num_samples = 0  # likewise
-        self._on_host = frozenset(self._on_host_now())  # on some holder
+        self._on_host = frozenset(self._on_host_now())  # on some rank
         self._reporter = DivergenceReporter(group, self._position)
         self._reporter.ends_with(self)
 
@@ -239,7 +243,7 @@ class BufferSynchronizer:
         return [*self._slots(), is_unusual, *ran]
 
     def _slots(self) -> list[bool]:
-        """Return a flag for each changed buffer; if their number differs by now, one for all."""
+        """Return whether each buffer has changed; one flag for all if buffers were added."""
         if len(self._names) == self._num_slots:
             return [name in self._changed for name in self._names]
         return [bool(self._changed), *[False] * (self._num_slots - 1)]
@@ -252,7 +256,7 @@ class BufferSynchronizer:
         return [name for name, flag in zip(self._names, slots, strict=True) if flag]
 
     def suspect_all(self) -> None:
-        """Count all buffers as changed, unless the policy is ``each``."""
+        """Mark all buffers as changed, unless the policy is ``each``."""
         if self._group.size > 1 and self._policy != "each":
             self._changed = set(self._names)
 
@@ -337,10 +341,10 @@ class BufferSynchronizer:
             self._say_each(wanted)
         else:
             self._share(wanted, first)
-        self._kinds = self._kinds_now()  # where they are now, all have been told
+        self._kinds = self._kinds_now()
 
     def _share(self, names: Sequence[str], first: int) -> None:
-        """Give all ranks that have a buffer of a name the same value."""
+        """Set each named buffer to the same value on all ranks that have it."""
         places = self._places()
         own = {n: places[n] for n in names if n in places and places[n].buffer is not None}
         offers = {name: self._offer(place, first) for name, place in own.items()}
@@ -352,7 +356,7 @@ class BufferSynchronizer:
         for root in sorted({each.root for n, each in found.items() if n not in averaged}):
             given = [n for n, each in found.items() if n not in averaged and each.root == root]
             is_here = root == self._position
-            # By the host: what one rank's device has, another's may not read.
+            # Through the host, as one rank's device may be unknown to another.
             there = {n: _present(own[n]) for n in given} if is_here else {}
             kept = {n: self._device.to_host(value).clone() for n, value in there.items()}
             values |= self._group.broadcast_object(kept, self._group.ranks[root])
@@ -472,15 +476,15 @@ def copy_of(place: BufferPlace) -> torch.Tensor:
 
 
 def take_over(place: BufferPlace, value: torch.Tensor) -> None:
-    """Set a buffer to a value of the same shape, unless it has that value already."""
+    """Set a buffer to a value of the same shape, unless it is equal already."""
     if not _same(_present(place), value):
         place.put(value)
 
 
 def _version_at(place: BufferPlace) -> tuple[torch.Tensor | None, int]:
-    """Return a buffer and its version; inference tensors have none."""
+    """Return a buffer and its version, see `version_of`."""
     buffer = place.buffer
-    return buffer, 0 if buffer is None or buffer.is_inference() else buffer._version
+    return buffer, 0 if buffer is None else version_of(buffer)
 
 
 def _present(place: BufferPlace) -> torch.Tensor:
@@ -556,7 +560,7 @@ def _averages(
 
 
 def _wide(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a buffer as float64[n]."""
+    """Return the real numbers of a buffer as float64[n]."""
     if buffer.is_complex():
         buffer = torch.view_as_real(buffer.to(torch.complex128).resolve_conj())
     return buffer.double().reshape(-1)
@@ -569,7 +573,7 @@ def _narrow(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _broadcast(buffers: Sequence[torch.Tensor], group: Group, root: int) -> list[torch.Tensor]:
-    """Return world rank `root`'s buffers, of any dtype, in the shapes of one's own."""
+    """Return the values of `buffers` on world rank `root`; shapes and dtypes are equal there."""
     if not buffers:
         return []
     parts = [bytes_of(buffer) for buffer in buffers]

@@ -1,16 +1,16 @@
 """Buffers that forwards change: once per micro-batch, also with recomputation.
 
-Each forward of training works on copies of the buffers that are known to move, and of small ones,
-which may begin to; the copies stand in their places in the modules. So what a graph has saved of
-one micro-batch stays as it is while the next one runs, and what a forward found is still there for
-its R, which works on a copy of that and leaves nothing behind. Nothing is written back into a
-tensor amid a step: autograd would take that for a change. At the end of a step the tensors that
-were there before it get the newest values, and their places again.
+In training each forward works on copies of buffers that are known to change, and of small ones,
+which may begin to. The copies replace the originals in the modules. So tensors that the graph of
+one micro-batch has saved stay unchanged while the next one runs, and the values before a forward
+are kept for its R, which works on a copy of them and discards it. Within a step nothing is written
+back into an original, as autograd would detect the write. At the end of a step the originals get
+the newest values and are put back into the modules.
 
-Which buffers move is learned from each forward: another tensor stands in the place, its version is
-another, or (written to through `.data`) its values are. A copy that has not changed gives its place
-back at once. A large buffer that begins to move after forwards that left it alone is refused where
-micro-batches under way need its earlier value.
+Each forward shows which buffers change: the module has another tensor, or its version has changed,
+or its values have (by a write through `.data`). An unchanged copy is replaced by the original at
+once. A large buffer that changes for the first time after forwards that did not change it raises
+ModelError, if other micro-batches need its earlier value.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,13 +29,13 @@ from gpipe_hpc.models import PooledBatchNorm
 from gpipe_hpc.pytree import Nest, tensors_of
 
 Home = dict[str, torch.Tensor | None]
-"""The buffers of one module by name, where the module itself looks for them."""
+"""The buffers of one module by name: the dict `module._buffers` itself."""
 
 Place = tuple[int, str]
-"""The number of a home, and a name in it."""
+"""The number of a module's dict among a layer's dicts, and a buffer's name in it."""
 
 SMALL_BYTES: Final = 64 * 1024
-"""Of larger buffers none is copied before it has moved, except in a layer's first forward."""
+"""Size above which a buffer is copied only in the first step, and once it is known to change."""
 
 
 _NUM_LOOKED: Final = 3  # steps
@@ -43,7 +43,7 @@ _FEW_BYTES: Final = 4096  # up to so many `torch.equal` is faster than a compari
 
 
 class FoundBuffer(NamedTuple):
-    """A buffer as a forward found it, and the copy that stood in for it."""
+    """A buffer before a forward, with its version, and the copy that replaced it, if any."""
 
     place: Place
     tensor: torch.Tensor
@@ -52,9 +52,13 @@ class FoundBuffer(NamedTuple):
 
 
 class BuffersBefore(NamedTuple):
-    """The buffers of a layer before one of its forwards, and which of them that changed.
+    """The buffers of a layer before one of its forwards, and which of them the forward changed.
 
-    `lasting`: the originals that the stage's `PersistentBuffers` had kept.
+    Args:
+        homes: Copies of the modules' buffer dicts.
+        found: The buffers in them.
+        moved: The buffers that the forward changed.
+        lasting: The originals that the stage's `PersistentBuffers` had stored.
     """
 
     homes: tuple[Home, ...]
@@ -67,10 +71,14 @@ NO_BUFFERS: Final = BuffersBefore((), ())
 
 
 class ReturnedBuffer(NamedTuple):
-    """A buffer that a layer returned, or a view of it, with its version at that time.
+    """A buffer whose memory the output of a layer uses, with its version at that time.
 
-    `where`: the layer. `is_apart`: whether a later write to it would be lost, or would be seen by
-    a recomputation.
+    Args:
+        where: The name of the layer.
+        name: The name of the buffer.
+        tensor: The buffer, or the copy that replaced it.
+        version: Its version after the layer has run.
+        is_apart: Whether a later write would be lost, or would change a recomputation.
     """
 
     where: str
@@ -80,7 +88,7 @@ class ReturnedBuffer(NamedTuple):
     is_apart: bool
 
     def refuse_writes(self) -> None:
-        """Raise ModelError if another layer has written to it since."""
+        """Raise ModelError if another layer has written to the buffer since."""
         if self.is_apart and version_of(self.tensor) != self.version:
             raise ModelError(
                 f"{self.where}: returned its buffer {self.name}, and a later layer wrote to it in "
@@ -99,11 +107,11 @@ class PersistentBuffers:
         self._earlier: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self, home: Home, name: str, tensor: torch.Tensor) -> None:
-        """Keep the original tensor of a place; only the first call in a step counts."""
+        """Store the original tensor of a buffer; only the first call in a step has an effect."""
         self._tensors.setdefault((id(home), name), (home, tensor))
 
     def remember(self, tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
-        """Keep the value that a tensor had at a version, until the step ends."""
+        """Store the value of a tensor at an earlier version, until the step ends."""
         self._earlier[id(tensor), version] = tensor, value
 
     def forget(self, home: Home, name: str) -> None:
@@ -111,25 +119,25 @@ class PersistentBuffers:
         self._tensors.pop((id(home), name), None)
 
     def recall(self, tensor: torch.Tensor, version: int) -> torch.Tensor | None:
-        """Return a tensor with the value that another had at a version; None if it is lost."""
+        """Return a tensor with the value of `tensor` at a version; None if it was not stored."""
         if (id(tensor), version) in self._earlier:
             return self._earlier[id(tensor), version][1]
         return tensor if version_of(tensor) == version else None
 
     def kept(self) -> dict[tuple[int, str], tuple[Home, torch.Tensor]]:
-        """Return a copy of the kept originals, for `put_back`."""
+        """Return a copy of the stored originals, for `put_back`."""
         return dict(self._tensors)
 
     def put_back(self, kept: Mapping[tuple[int, str], tuple[Home, torch.Tensor]]) -> None:
-        """Restore the originals that were kept before a forward that is undone."""
+        """Restore the stored originals to those before a forward that is undone."""
         self._tensors = dict(kept)
 
     def settle(self) -> None:
-        """End a step: put the original tensors in place again, with the newest values."""
+        """End a step: put the original tensors back into the modules, with the newest values."""
         for (_, name), (home, tensor) in self._tensors.items():
             newest = home.get(name)
             if newest is None or newest is tensor or _kind(newest) != _kind(tensor):
-                continue  # the layer took it away, or changed its kind: as in plain torch
+                continue  # the layer has removed it, or changed its kind: as in plain torch
             with torch.no_grad():
                 tensor.copy_(newest)
             home[name] = tensor
@@ -140,14 +148,14 @@ class PersistentBuffers:
 class LayerBuffers:
     """The buffers of one layer and of its submodules.
 
-    Statistics of our own BatchNorm layers are not among them: no forward changes those.
+    Statistics of pooled BatchNorm layers are left out, as no forward changes them.
 
     Args:
         layer: The layer.
         where: Its name in messages.
         lasting: The original buffers of its stage.
-        sharing: Buffer dicts of other layers of the stage that have one of the same tensors.
-        elsewhere: Buffers by name that a layer of another stage, given by its index, has too;
+        sharing: Buffer dicts of other layers of the stage that contain one of the same tensors.
+        elsewhere: Buffers by name that a layer of another stage, given by its index, shares;
             forwards must not change these.
     """
 
@@ -166,7 +174,7 @@ class LayerBuffers:
         self._prefixes = [prefix for prefix, _ in named]
         self.homes = [home for _, home in named]
         self._moving: set[Place] = set()
-        self._silent: set[Place] = set()  # those of them whose versions stay the same
+        self._silent: set[Place] = set()  # those of `_moving` whose versions stay the same
         self._last_step: int | None = None  # in which it ran
         self._at_hand: dict[Place, torch.Tensor] = {}
 
@@ -176,7 +184,7 @@ class LayerBuffers:
         return any(self.homes)
 
     def begin(self) -> BuffersBefore:
-        """Note the buffers before a training forward, and replace those that change by copies."""
+        """Store the buffers before a training forward, and replace those that change by copies."""
         if not any(self.homes):
             return NO_BUFFERS
         homes = tuple(map(dict, self.homes))
@@ -188,7 +196,7 @@ class LayerBuffers:
     def end(self, before: BuffersBefore, *, returns: bool) -> BuffersBefore:
         """Detect the buffers that the forward changed; return `before` with them.
 
-        Raises ModelError if it is known now that a value is lost which others need.
+        Raises ModelError if a value was overwritten that another micro-batch needs.
         """
         if before is not NO_BUFFERS or any(self.homes):
             before = before._replace(moved=self._end(before, returns))
@@ -200,7 +208,7 @@ class LayerBuffers:
         return not any(f.stand_in is None and f.place in before.moved for f in before.found)
 
     def restore(self, before: BuffersBefore) -> None:
-        """Undo a forward: the copies that it wrote to are dropped."""
+        """Undo a forward by discarding the copies that it wrote to."""
         if before.homes:
             self._settle_in(before.homes)
             self._lasting.put_back(before.lasting)
@@ -225,8 +233,8 @@ class LayerBuffers:
     def again(self, before: BuffersBefore) -> Iterator[None]:
         """Run the block with the buffers of an earlier forward, then restore the present ones.
 
-        Raises ModelError if the value of one is not known any more, and if one changes that the
-        forward left alone.
+        Raises ModelError if the earlier value of a buffer was overwritten, or if the block changes
+        a buffer that the forward did not change.
         """
         now = tuple(map(dict, self.homes))
         start = self._start(before)
@@ -255,7 +263,7 @@ class LayerBuffers:
         return [each for each in self._found() if each.place in self._moving]
 
     def changes(self, found: Sequence[FoundBuffer]) -> str:
-        """Return the names of buffers that changed since `found`; empty if none did."""
+        """Return the names of buffers that have changed since `found`; empty if none has."""
         return self._names({e.place for e in found} & self._changed(found)) if found else ""
 
     def _found(self) -> list[FoundBuffer]:
@@ -284,7 +292,7 @@ class LayerBuffers:
         return noted
 
     def _end(self, before: BuffersBefore, returns: bool) -> frozenset[Place]:
-        """Return the places that the forward changed, and remember that their buffers change."""
+        """Return the places of buffers that the forward changed, and store that they change."""
         moved = self._changed(before.found)
         for each in before.found:
             place = number, name = each.place
@@ -329,18 +337,18 @@ class LayerBuffers:
         if each.stand_in is None:
             earlier = self._at_hand.get(each.place)
             return earlier is not None and not _is_same(earlier, each.tensor)
-        # Beyond the first step nobody waits for a device to say it.
+        # After the first step the host does not wait for a device to compare values.
         is_asked = on_host(each.tensor) or self._lasting.num_steps == 0
         return is_asked and not _is_same(each.stand_in, each.tensor)
 
     def _save_earlier(self, each: FoundBuffer, returns: bool) -> None:
-        """Keep the earlier value of a buffer, or raise ModelError if a recomputation needs it."""
+        """Store the earlier value of a buffer; ModelError if it is lost and still needed."""
         number, name = each.place
         if each.place in self._at_hand:
             self._lasting.remember(each.tensor, each.version, self._at_hand[each.place])
         elif returns or self._last_step == self._lasting.num_steps:
             raise self._lost(each.place, each.tensor)
-        if each.place in self._silent:  # what the next forward finds must not look the same
+        if each.place in self._silent:  # a copy, as version and tensor do not show the change
             self.homes[number][name] = _copy(each.tensor)
 
     def _changed(self, found: Sequence[FoundBuffer]) -> set[Place]:
@@ -354,12 +362,12 @@ class LayerBuffers:
             expected = (tensor, version) if stand_in is None else (stand_in, 0)
             if now is not expected[0] or version_of(now) != expected[1]:
                 changed.add(place)
-        if num_gone or sum(map(len, homes)) != len(found):  # there may be new ones
+        if num_gone or sum(map(len, homes)) != len(found):  # there may be new buffers
             changed |= {each.place for each in self._found()} - {each.place for each in found}
         return changed
 
     def _start(self, before: BuffersBefore) -> Sequence[Home]:
-        """Return the buffers, by home, from which a forward is run again."""
+        """Return the buffer dicts with which a forward is run again."""
         homes = [dict(home) for home in before.homes] or [{} for _ in self.homes]
         copies: dict[int, torch.Tensor] = {}
         for place, tensor, version, _ in before.found:

@@ -1,4 +1,4 @@
-"""One rank's stages, connected to those of other ranks: what `Pipeline` runs its steps with."""
+"""The engine of one rank: its stages, connected to other ranks, and the steps that they run."""
 
 import logging
 import time
@@ -12,26 +12,25 @@ from gpipe_hpc.comm.world.groups import RankContext, warm_up_groups
 from gpipe_hpc.comm.world.threads import within_step
 from gpipe_hpc.data_parallel import MicrobatchSplit, log_inexact
 from gpipe_hpc.device.host.machine import clock_identity
-from gpipe_hpc.engine.backward.outsiders import ForeignParameters
-from gpipe_hpc.engine.batchnorm_statistics import gather_batchnorm, log_batchnorm
-from gpipe_hpc.engine.compiling import chosen_backend, compile_layers
-from gpipe_hpc.engine.gradient_norms import Norms, clip_by_norm, gather_norms, parts_of
-from gpipe_hpc.engine.precision import scaling
-from gpipe_hpc.engine.recorder import on_one_clock
-from gpipe_hpc.engine.run import Run, random_keys
-from gpipe_hpc.engine.stages.assembly import (
+from gpipe_hpc.engine.assembly import (
     TiedParameter,
     build_stages,
-    by_stage,
+    chosen_backend,
+    compile_layers,
     equalise_copies,
     gather_parameters,
     join_ties,
 )
-from gpipe_hpc.engine.stages.tables import Tables
-from gpipe_hpc.engine.stages.whole_model import WholeModel
-from gpipe_hpc.engine.stages.wiring import Wiring
+from gpipe_hpc.engine.batchnorm_statistics import gather_batchnorm, log_batchnorm
+from gpipe_hpc.engine.gradient_norms import Norms, clip_by_norm, gather_norms, parts_of
+from gpipe_hpc.engine.outsiders import ForeignParameters
+from gpipe_hpc.engine.precision import LossScale
+from gpipe_hpc.engine.recorder import on_one_clock
+from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.step_result import StepResult
 from gpipe_hpc.engine.steps import Steps
+from gpipe_hpc.engine.whole_model import WholeModel
+from gpipe_hpc.engine.wiring import Tables, Wiring
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.models import Layer, LossFunction, find_ties, layer_name, layer_stages
 from gpipe_hpc.pytree import Nest
@@ -49,14 +48,14 @@ class Engine:
 
     Args:
         given: The model as the user passed it.
-        model: Its layers.
+        model: The layers of the model.
         groups: The process groups of this rank.
         counts: Number of layers of each stage.
         schedules: The training table of each replica.
         tables: The lowered tables of this rank's replica.
         portions: The micro-batches of each replica.
         recomputed: For each stage the layers that ``R`` runs again; None for all.
-        outer: How replicas are combined.
+        outer: The settings of data parallelism.
         built_on_device: Build each `LayerSpec` on the device instead of the CPU.
         compiles: The setting ``train.compile``: whether layers are compiled, or the backend.
 
@@ -133,7 +132,7 @@ class Engine:
             wiring,
             tied,
             [info.name for info in self.all_parameters],
-            scaling(precision),
+            LossScale() if precision == "float16" else None,
             buffers,
             part_of,
             outer,
@@ -155,7 +154,10 @@ class Engine:
 
     def parameter_sizes(self) -> list[dict[str, int]]:
         """Return the number of elements of each stage's parameters, by global name."""
-        return by_stage(self.all_parameters)
+        stages: dict[int, dict[str, int]] = {}
+        for info in self.all_parameters:
+            stages.setdefault(info.stage, {})[info.name] = info.num_elements
+        return [stages[stage] for stage in sorted(stages)]
 
     def _equalise(
         self,
@@ -166,7 +168,7 @@ class Engine:
         *,
         uses_local_sgd: bool,
     ) -> list[TiedParameter]:
-        """Give all copies of stages and tied weights the same values; return the tied weights."""
+        """Make copies of stages and tied parameters equal; return this rank's tied parameters."""
         groups = self._groups
         equalise_copies(self.stages, wiring.copies)
         ties = find_ties(model)
@@ -186,7 +188,7 @@ class Engine:
         return tied
 
     def _measure_parts(self, parts: str, schedules: Sequence[Schedule]) -> tuple[int, ...]:
-        """Let the stages measure gradients of parts of the batch, which `parts_of` returns."""
+        """Let the stages measure gradients of parts of the batch; return `parts_of` the batch."""
         placement = self._schedule.placement
         found = parts_of(parts, [table.placement for table in schedules])
         for index, stage in self.stages.items():
@@ -226,7 +228,7 @@ class Engine:
 
         Args:
             lane: ``training``, ``evaluation`` or ``prediction``.
-            step: Number of steps done before; random numbers depend on it.
+            step: Number of earlier steps; random numbers depend on it.
             inputs: This replica's inputs; ignored on ranks without `needs_inputs`.
             targets: This replica's targets; ignored on ranks without `needs_targets`.
             loss_fn: None to return outputs instead of a loss.
@@ -288,7 +290,7 @@ class Engine:
         return known.square_without(self._tied_names)
 
     def _gather_norms(self) -> Norms:
-        """Return the norms of all gradients as they are now; keep the first ones of a step."""
+        """Return the norms of all present gradients; store the first norms of each step."""
         owned, sharding = self.steps.owned_gradients(), self.steps.sharding
         holders = self._schedule.placement.holders
         in_parts = sharding is not None and sharding.shards_gradients
@@ -311,9 +313,9 @@ class Engine:
         return norms
 
     def gather_events(self) -> tuple[tuple[Event, ...], ...]:
-        """Return the last training step's events by rank of the replica, on its first rank's clock.
+        """Return the events of the last training step for each rank of the replica.
 
-        A collective call of the replica.
+        Times are on the clock of the replica's first rank. A collective call of the replica.
         """
         group = self._groups.pipeline
         group.all_reduce(torch.zeros(1))  # all ranks leave it at the same time

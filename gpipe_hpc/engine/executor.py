@@ -3,9 +3,9 @@
     rank 1 of 3, 1F1B, 4 micro-batches:   F0 F1 B0 F2 B1 F3 B2 B3
 
 A forward takes the output of the previous stage, runs this stage's layers, and passes the result
-on. A backward takes the gradient of that output and passes the gradient of its input back. What a
-micro-batch needs between its forward and its backward lies in `StageRunner.saved`. Transfers and
-reductions are actions of the list too: it was checked for deadlocks before anything runs.
+on. A backward takes the gradient of that output and passes the gradient of its input back. The
+state of a micro-batch between its forward and its backward is in `StageRunner.saved`. Transfers and
+reductions are actions of the list too, so it is checked for deadlocks before anything runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,41 +20,40 @@ from gpipe_hpc.comm.transport.wire import as_received
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import GradientReducer
 from gpipe_hpc.device.memory_snapshot import MemorySnapshot, OutOfMemoryError
-from gpipe_hpc.engine.backward.outsiders import ForeignParameters
 from gpipe_hpc.engine.inputs import Intake
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.offload import PinnedBufferPool
+from gpipe_hpc.engine.outsiders import ForeignParameters
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import ActionSpan, Recorder
 from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
-from gpipe_hpc.engine.stages.routes import BATCH
-from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.engine.stages.wiring import Wiring
+from gpipe_hpc.engine.wiring import BATCH, Wiring
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models.remedies import remedy_of
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 Hop = tuple[int, int, int]
-"""From a stage to a stage, and a micro-batch."""
+"""The source stage and the destination stage of a message, and its micro-batch."""
 
 _NOTHING: Final = nullcontext()
 
 
 class Executor:
-    """Run the actions of one rank, in their order, on its stages.
+    """Runs the actions of one rank, in their order, on its stages.
 
-    All stores are empty after a run. A failure names rank, stage, micro-batch and action.
+    After a run no state of micro-batches is left. Errors name rank, stage, micro-batch and action.
 
     Args:
         schedule: The lowered table.
-        rank: The position in the pipeline.
+        rank: This rank's position in the pipeline.
         stages: The stages of this rank by index.
         wiring: Channels and groups.
         world: The ranks of the run.
-        overlaps: Whether buckets of gradients may be reduced within a stage's last backward, and
-            each layer waits for its gathered parameters itself.
+        overlaps: Whether buckets of gradients may be reduced during a stage's last backward, and
+            each layer waits for its own gathered parameters.
         outsiders: The parameters that backwards must not reach.
     """
 
@@ -66,14 +65,14 @@ class Executor:
         wiring: Wiring,
         world: World,
         *,
-        overlaps: bool = True,
-        outsiders: ForeignParameters | None = None,
+        overlaps: bool,
+        outsiders: ForeignParameters,
     ) -> None:
         self._schedule, self._stages, self._wiring, self._world = schedule, stages, wiring, world
         self._transport, self._overlaps = wiring.transport, overlaps
         self._precision = next((stage.precision for stage in stages.values()), "float32")
         self.recorder = Recorder(world.device)
-        # Results that the next stage or a SEND has not used yet: outputs, and gradients.
+        # Outputs and gradients that the next stage or a SEND has not used yet.
         self._made: dict[Hop, Message] = {}
         self._actions = schedule.ranks[rank]
         self._all = frozenset(self._actions)
@@ -98,7 +97,7 @@ class Executor:
             self._start_reduction,
         )
         self._last_backwards = {a.stage: a for a in self._actions if a.op in ENDS_BACKWARD}
-        # An I and a W of a stage's last micro-batch both bring gradients of the last backward.
+        # Both I and W of a stage's last micro-batch compute gradients of the last backward.
         self._ends = {
             a
             for a in self._actions
@@ -138,8 +137,8 @@ class Executor:
     def run(self, run: Run) -> Outcome:
         """Run all actions in order. The states of torch's random generators are restored.
 
-        Raises ActionError if an action failed (OutOfMemoryError where it found no memory),
-        ConnectionError or TimeoutError if a wait did.
+        Raises ActionError if an action failed, OutOfMemoryError if it failed for lack of memory,
+        and ConnectionError or TimeoutError if a wait for another rank failed.
         """
         outcome = self._outcome = Outcome()
         self.recorder.start_step()
@@ -171,12 +170,14 @@ class Executor:
             shown = str(error) if remedy is None else f"{error}; {remedy}"
             raise ActionError(f"{self._position(index)}: {what}: {shown}") from error
         finally:
-            # A step that failed leaves nothing behind: no memory, and nothing for the next one.
+            # A step that failed keeps no memory, and no state that the next step would use.
             num_left = len(self._made) + sum(runner.num_kept for runner in self._runners.values())
             self._made.clear()
             self._outcome = Outcome()
             if self._room is not None and index < len(self._program):
-                with suppress(RuntimeError):  # of a broken device: what broke it is raised above
+                with suppress(
+                    RuntimeError
+                ):  # of a broken device, whose first error is raised above
                     self._room.end()
             for runner in self._runners.values():
                 runner.end()
@@ -192,15 +193,15 @@ class Executor:
         if self._room is not None:
             self._room.before_compute()
         parts, num_samples = [], 0
-        for edge in routes.sources:
-            part, num_samples = self._take(edge.stage, stage, microbatch, run)
+        for source in routes.sources:
+            part, num_samples = self._take(source, stage, microbatch, run)
             parts.append(part)
         start = self.recorder.mark()
         outgoing = runner.forward(run, microbatch, parts, num_samples, plan, self._outcome)
         if num_samples:
             self.recorder.step.spans.append(ActionSpan(action, start, self.recorder.mark()))
-        for edge, part in zip(routes.destinations, outgoing, strict=True):
-            self._made[stage, edge.stage, microbatch] = Message(part, num_samples)
+        for destination, part in zip(routes.destinations, outgoing, strict=True):
+            self._made[stage, destination, microbatch] = Message(part, num_samples)
         # In training alone: an evaluation changes no statistics.
         if action in self._measured and plan.mode is not RunMode.EVALUATE:
             self._stages[stage].statistics.start_reduction(self._wiring.reductions[stage])
@@ -219,17 +220,17 @@ class Executor:
         if self._room is not None:
             self._room.before_compute()
         gradients: list[torch.Tensor | None] = []
-        for edge in routes.destinations:
-            gradients += self._take(edge.stage, stage, microbatch, run).nest or ()
+        for destination in routes.destinations:
+            gradients += self._take(destination, stage, microbatch, run).nest or ()
         num_samples = runner.saved[microbatch].num_samples
         start = self.recorder.mark()
         with self._reducing(action) if action in self._ends else _NOTHING:
             parts = runner.backward(microbatch, gradients)
         if num_samples:
             self.recorder.step.spans.append(ActionSpan(action, start, self.recorder.mark()))
-        for edge, part in zip(routes.sources, parts, strict=True):
-            if edge.stage != BATCH:
-                self._made[stage, edge.stage, microbatch] = Message(part, num_samples)
+        for source, part in zip(routes.sources, parts, strict=True):
+            if source != BATCH:
+                self._made[stage, source, microbatch] = Message(part, num_samples)
 
     def _weight_gradients(self, action: Action, run: Run) -> None:
         if self._room is not None:
@@ -258,7 +259,7 @@ class Executor:
         message = self._made.pop(hop)
         if source > stage:
             return message
-        # As it would come from another rank: cut off from the graph.
+        # Detached from the graph, as if it had come from another rank.
         return Message(as_received(message.nest), message.num_samples)
 
     def _send(self, action: Action, run: Run) -> None:
@@ -280,13 +281,13 @@ class Executor:
             shards.wait(action.bucket)
 
     def _plan(self, action: Action) -> ForwardPlan:
-        """Return how a forward runs, given the other actions of its micro-batch in the table."""
+        """Return the plan of a forward, from the other actions of its micro-batch in the table."""
         others = {op for op in Op if Action(op, action.stage, action.microbatch) in self._all}
         if Op.I not in others and Op.B not in others:
             return ForwardPlan(RunMode.EVALUATE)
         mode = RunMode.RECORD if Op.R in others else RunMode.TRAIN
-        # A graph that moves to the host may hold no cast that others use as well. Then those that
-        # stay make their own, too, and let go of them: shared ones would last until the step ends.
+        # A graph that is moved to the host must not contain casts that other graphs use. Then no
+        # micro-batch of the stage shares casts, as shared ones would stay until the step ends.
         shares_casts = action.stage not in self._offloading
         return ForwardPlan(mode, Op.I in others, Op.OFFLOAD in others, shares_casts)
 
@@ -295,11 +296,11 @@ class Executor:
         placement = self._schedule.placement
         found: dict[Hop, PlacedChannel] = {}
         for stage, own in self._stages.items():
-            for edge in (*own.routes.sources, *own.routes.destinations):
+            for other in (*own.routes.sources, *own.routes.destinations):
                 for microbatch, route in enumerate(placement.route_of):
-                    channel = self._wiring.channels.get(Channel(edge.stage, stage, route))
+                    channel = self._wiring.channels.get(Channel(other, stage, route))
                     if channel is not None:
-                        found[edge.stage, stage, microbatch] = channel
+                        found[other, stage, microbatch] = channel
         return found
 
     def _exhausted(self, index: int, error: Exception) -> OutOfMemoryError:
@@ -312,7 +313,7 @@ class Executor:
         )
 
     def _position(self, index: int) -> str:
-        """Describe an action and its surroundings in the table."""
+        """Return a description of an action, with its neighbours in the table."""
         if index == len(self._actions):
             return f"rank {self._world.rank}, after its last action"
         action = self._actions[index]
@@ -327,26 +328,26 @@ class Executor:
         )
 
     def _note_gathering(self) -> None:
-        """Record the gathering of sharded parameters that overlaps with this run's compute.
+        """Record gathers of sharded parameters that overlap with this run's compute.
 
-        Their gathering began behind the optimizer's step; what counts is what is left of it.
+        They started after the optimizer's step; only the rest from now on is recorded.
         """
         begin = self.recorder.mark()
         for index, stage in self._stages.items():
             shards = stage.gradients.shards
             for number, pending in shards.gathering if shards is not None else ():
-                self.recorder.add_overlapped(Action(Op.UNSHARD, index, number), begin, pending)
+                self.recorder.step.add_overlapped(Action(Op.UNSHARD, index, number), begin, pending)
 
     def _start_reduction(self, stage: int, number: int) -> None:
         """Start summing a bucket over the copies, and record when it runs."""
         own = self._stages[stage]
         own.statistics.start_reduction(self._wiring.reductions[stage])  # if no forward came here
         if own.squares is not None:
-            # Afterwards the bucket holds what all copies add.
+            # Afterwards the bucket contains the sum over all copies.
             own.squares.before_reduction(own.gradients.parameters_of(number))
         start = self.recorder.mark()
         for pending in own.gradients.start_reduction(number):
-            self.recorder.add_overlapped(Action(Op.REDUCE_GRAD, stage, number), start, pending)
+            self.recorder.step.add_overlapped(Action(Op.REDUCE_GRAD, stage, number), start, pending)
 
 
 def _number(action: Action) -> int:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,21 +46,21 @@ class Norms(NamedTuple):
     device: Device
 
     def total(self) -> Tensor:
-        """Return the norm of all norms that are present, in the model's precision, as torch does.
+        """Return the norm over all parameters with a gradient, in `dtype`, as torch computes it.
 
         Does not wait for the device.
         """
         is_counted = self.present > 0
         norms = self.values
         if not is_counted.all():
-            # Not by a mask: the host would wait for the device to learn its places.
+            # Not by a mask: the host would wait for the device to count its entries.
             runs = [self.values[run] for run in _runs(is_counted.tolist())]
             norms = torch.cat(runs) if runs else self.values[:0]
         combined: Tensor = torch.linalg.vector_norm(norms.to(self.dtype))
         return combined
 
     def square_without(self, left_out: Collection[str]) -> float:
-        """Return the sum of squares over all names except some; waits for the device."""
+        """Return the sum of squared norms of names not in `left_out`; waits for the device."""
         values: list[float] = self.device.to_host(self.values).tolist()
         pairs = zip(self.names, values, strict=True)
         return sum(value * value for name, value in pairs if name not in left_out)
@@ -76,14 +76,15 @@ def gather_norms(
 ) -> Norms:
     """Return the norms of single parameters, in global order; a collective call of a pipeline.
 
-    As `torch.nn.utils.clip_grad_norm_` does in one process: never per bucket or stage, which
-    would change the last bit with the partition. The squares of the norms of a parameter's parts on
-    several ranks are added. One all-reduce; with an accelerator one more, on the host.
+    One norm for each parameter, as `torch.nn.utils.clip_grad_norm_` computes them in one process: a
+    norm of a bucket or stage would change the last bit with the partition. If several ranks hold
+    parts of a parameter, the squares of their norms are added. Needs one all-reduce; with an
+    accelerator one more, on the host.
 
     Args:
         own: This rank's parameters by global name.
-        counted: Those whose gradients this rank counts: one rank of those that hold all of it, and
-            each rank that holds a part.
+        counted: Names of the gradients that this rank contributes: one of the ranks that hold the
+            whole gradient does, and each rank that holds a part.
         all_names: All parameters of the model.
         group: The ranks of the pipeline, or all ranks if gradients are sharded.
         device: Where gradients are.
@@ -112,7 +113,7 @@ def gather_norms(
 def clip_by_norm(own: Mapping[str, nn.Parameter], norms: Norms, max_norm: float) -> Tensor:
     """Scale the gradients of `own` in place so that the norm over all stages is at most max_norm.
 
-    Returns the norm before clipping, a scalar tensor.
+    Return the norm before clipping, a scalar tensor.
     """
     total = norms.total()
     if max_norm < float("inf"):
@@ -141,7 +142,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def stacked(numbers: Sequence[Tensor]) -> Tensor:
-    """Return one or more scalars as float64[numbers], by few kernels."""
+    """Return one or more scalars as one tensor, float64[numbers], with few kernels."""
     kinds: dict[torch.dtype, list[int]] = {}
     for place, number in enumerate(numbers):
         kinds.setdefault(number.dtype, []).append(place)
@@ -171,28 +172,12 @@ def _runs(flags: Sequence[bool]) -> list[slice]:
     return found
 
 
-class SquaredNorms(Protocol):
-    """Measures squared norms of the parts of one stage's gradients during a step."""
-
-    def begin(self) -> None:
-        """Begin a step, whose gradients are zero or None."""
-
-    def note(self, microbatch: int, *, is_last: bool) -> None:
-        """Measure the gradients that a backward has just added; `is_last`: no W follows."""
-
-    def before_reduction(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Measure gradients that are complete on this rank, before the reduction changes them."""
-
-    def take(self) -> Mapping[int, Tensor]:
-        """Return the squared norm, float64[], of each part by its first micro-batch."""
-
-
 class MicrobatchSquaredNorms:
-    """Measures the contribution of each micro-batch, with a copy of the stage's gradients.
+    """Measures the squared norm of each micro-batch's contribution to the stage's gradients.
 
-    A parameter may get a part of its gradient in I and the rest in W: the part of I is kept until
-    W. Gradients that are reduced during the last backward are measured before their reduction and
-    counted when that backward ends.
+    Keeps a copy of the gradients. A parameter may get one part of its gradient in I and the rest in
+    W: the part of I is kept until W. Gradients that are reduced during the last backward are
+    measured before their reduction, and counted when that backward ends.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -240,8 +225,8 @@ class MicrobatchSquaredNorms:
 
     def take(self) -> Mapping[int, Tensor]:
         """Return the squared norm, float64[], of each part by its first micro-batch."""
-        assert not self._halves, f"no W came for micro-batches {sorted(self._halves)}"
-        assert not self._leaving, "what left within a backward was counted at its end"
+        assert not self._halves, f"no W has run for micro-batches {sorted(self._halves)}"
+        assert not self._leaving, "counted at the end of the last backward"
         self._seen = {}
         return self._squares
 
@@ -253,7 +238,7 @@ class MicrobatchSquaredNorms:
         return seen is None or seen[0] is not gradient or seen[1] != gradient._version
 
     def _added(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the negative of the gradients added since, in memory that is reused."""
+        """Return the negated gradients added since the last call, in memory that is reused."""
         gradients = _gradients(parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self._seen[parameter] = gradient, gradient._version
@@ -269,7 +254,7 @@ class MicrobatchSquaredNorms:
 
 
 class CopySquaredNorms:
-    """Measures the gradients of each copy of the stage; a copy's key is its first micro-batch."""
+    """Measures the squared norm of the gradient sum of this copy of the stage."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], first_microbatch: int) -> None:
         self._parameters = list(parameters)
@@ -281,7 +266,7 @@ class CopySquaredNorms:
         self._squares = {}
 
     def note(self, microbatch: int, *, is_last: bool) -> None:
-        """Do nothing: the sum over all micro-batches is measured."""
+        """Do nothing, as only the sum over all micro-batches is measured."""
 
     @torch.no_grad()
     def before_reduction(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -381,15 +366,6 @@ def parts_of(parts: str, placements: Sequence[Placement]) -> tuple[int, ...]:
             f"compared, got one; {remedy}"
         )
     return found
-
-
-def squares_of(
-    parts: str, parameters: Iterable[nn.Parameter], microbatches: Sequence[int]
-) -> SquaredNorms:
-    """Return the measurement for a stage whose copy on this rank runs `microbatches`."""
-    if parts == MICROBATCHES:
-        return MicrobatchSquaredNorms(parameters)
-    return CopySquaredNorms(parameters, min(microbatches, default=0))
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:

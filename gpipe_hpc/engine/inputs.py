@@ -1,30 +1,53 @@
 """The inputs of a stage: copied to its device, and never written to.
 
 An input may be needed for a recomputation, and its storage may belong to the user or to another
-rank. So layers that write in place get copies. The first run of some layers is given copies anyway,
-and shows whether they write.
+rank, so layers that write in place get copies. The first run of layers always gets copies, which
+show whether the layers write.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.transport.aliases import cloned, is_buffer, is_plain, mark_buffer, shared_blocks
 from gpipe_hpc.device.device import Device, Stream
-from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.errors import DataError, GpipeError, ModelError
 from gpipe_hpc.pytree import Nest, flatten, map_tensors, tensors_of, unflatten
 
 _ASTRAY_BATCH: Final = "leave a batch on the host, or bring it to that device"
 
 
-class Intake:
-    """Copies micro-batches to a device, in parallel with what it computes.
+class State(NamedTuple):
+    """The value that a layer gets, and the skip values stashed for later layers, by name."""
 
-    Each is first copied into pinned memory. So the host does not wait for the device, as it would
-    with memory that is not pinned, and the caller may write to a batch as soon as the step returns.
+    nest: Nest
+    stashed: dict[str, Nest]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all its tensors, each once."""
+        nest, stashed = self
+        if stashed:
+            return tensors_of((nest, stashed))
+        return [nest] if isinstance(nest, torch.Tensor) else tensors_of(nest)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "State":
+        """Return a copy, in new containers, in which `function` has replaced each tensor."""
+        nest, stashed = self
+        if stashed:
+            nest, stashed = map_tensors(function, (nest, stashed))
+            return State(nest, stashed)
+        if isinstance(nest, torch.Tensor):
+            return State(function(nest), {})
+        return State(map_tensors(function, nest), {})
+
+
+class Intake:
+    """Copies micro-batches to a device, in parallel with its computation.
+
+    Each is first copied into pinned memory. So the host does not wait for the device, and the
+    caller may write to a batch as soon as the step returns.
     """
 
     def __init__(self, device: Device) -> None:
@@ -32,7 +55,7 @@ class Intake:
         self._stream: Stream | None = None  # once there is something to copy
 
     def to_device(self, nest: Nest) -> Nest:
-        """Return a nest whose tensors are on the device and belong to no graph.
+        """Return a nest with all tensors detached and on the device.
 
         Raises DataError for a tensor of another accelerator.
         """
@@ -62,7 +85,7 @@ class Intake:
         return there
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        """Start a copy to the device and return it, with the strides that torch would give it."""
+        """Start a copy to the device and return it, with the strides that `Tensor.to` gives."""
         strides = torch.empty_like(tensor, device="meta").stride()
         staged = self._device.pinned((tensor.numel(),), tensor.dtype)
         staged.as_strided(tensor.shape, strides).copy_(tensor.detach())
@@ -75,9 +98,9 @@ class Intake:
 
 
 class InputGuard:
-    """Keeps consecutive layers from writing into their input, one run at a time.
+    """Prevents or detects writes of consecutive layers into their input, one run at a time.
 
-    `protect` begins a run, `refuse_writes` checks it, `forget` ends it, also one that failed.
+    `protect` begins a run, `refuse_writes` checks it, and `forget` ends it, also if it failed.
 
     Args:
         where: The name of the layers in messages.
@@ -94,22 +117,20 @@ class InputGuard:
 
     def forget(self) -> None:
         """Release the tensors of a run."""
-        self._tensors: Sequence[Tensor] = ()  # that the layers run on, or that those view
+        self._tensors: Sequence[Tensor] = ()  # the layers' input, or the bases of its views
         self._versions: Sequence[int] = ()
         self._originals: Sequence[Tensor] = ()  # of copies
         self._buffers: Sequence[int] = ()  # positions of tensors in a buffer of another layer
         self.shares_memory = False
-        """Whether tensors lie in such a buffer, or have elements in common."""
+        """Whether tensors are in such a buffer, or overlap."""
 
     def protect(
         self, given: State, *, has_graph: bool, is_training: bool
     ) -> tuple[Nest, dict[str, Nest]]:
-        """Return an input for the layers in place of `given`, and note its versions.
+        """Return an input for the layers instead of `given`, and store its versions.
 
-        `given` stays unchanged: a recomputation may need it, and its storage may belong to the
-        user or to another rank. So its tensors are copied if layers write into them; the first
-        run finds out. Its containers are always made again: a layer may put other values into a
-        dict or list.
+        `given` stays unchanged: its tensors are copied if layers write into them, which the first
+        run detects. Its containers are always copied, as a layer may change a dict or list.
         """
         self._is_training, nest = is_training, given.nest
         is_known = self._leaves_alone.get(is_training)
@@ -123,7 +144,7 @@ class InputGuard:
         leaves, tree = flatten(given)
         tensors = given.tensors()
         if is_known:
-            # A `grad_fn` for each that requires a gradient: layers put hooks on that.
+            # A `grad_fn` for each that requires a gradient: layers register hooks on it.
             own = {id(t): _with_node(t) if has_graph else t for t in tensors}
             self._tensors = tensors
         else:
@@ -141,9 +162,9 @@ class InputGuard:
         return state.nest, state.stashed
 
     def refuse_writes(self) -> None:
-        """Raise ModelError if the layers wrote into their input and it was no copy.
+        """Raise ModelError if the layers wrote into an input that was not copied.
 
-        Their first run was given copies, and shows whether they write.
+        After their first run, store whether they wrote.
         """
         if self._is_copy and self._tensors:
             if self._is_training not in self._leaves_alone:
@@ -161,7 +182,7 @@ class InputGuard:
     def refuse_shared(self, layer: str) -> None:
         """Raise ModelError if `layer` has written into memory that another tensor shares.
 
-        That is one of several views of one memory, or the buffer of a layer.
+        The other tensor is another view in the input, or the buffer of an earlier layer.
         """
         first, written = self._first, self._written()
         source = f"output of layers.{first - 1}" if first else "batch"
@@ -191,7 +212,7 @@ class InputGuard:
     def _has_other_values(self) -> bool:
         """Return whether the copies differ from their originals.
 
-        Writes by `.data` or NumPy change no version, so values are compared.
+        Writes through `.data` or NumPy change no version, so values are compared.
         """
         with torch.no_grad():
             return any(
@@ -205,8 +226,8 @@ def refuse_astray(
 ) -> None:
     """Raise `error` for a tensor that is neither on a rank's device nor on the host.
 
-    What was queued for one device knows nothing of another's streams, and its kernels do not reach
-    the other's memory: torch would say so somewhere later, or copy without a word.
+    Work on one device is not ordered with streams of another, and its kernels cannot read the
+    other's memory: torch would raise an unclear error later, or copy silently.
     """
     for tensor in tensors_of(nest):
         if device.is_astray(tensor):

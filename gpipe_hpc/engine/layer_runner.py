@@ -1,12 +1,12 @@
 """Run consecutive layers so that random numbers and buffers do not depend on the layout.
 
     plain layer       seed torch's generators, call the module
-    any other layer   seed all generators that it draws from, give it copies of buffers that it may
-                      change, call the module, and note what it drew and changed
+    any other layer   seed all generators that it draws from, replace buffers that it may change by
+                      copies, call the module, detect which numbers it drew and buffers it changed
 
-A plain layer draws from torch's generators at most, and has no buffers and no skips. Which layers
-are plain is learned in their first forward. Later one layer every few runs is inspected again, and
-Python's and NumPy's generators are compared after each run, as a layer may begin to draw.
+A plain layer draws at most from torch's generators, and has no buffers and no skips. The first
+forward of a layer shows whether it is plain. Later, one layer every few runs is inspected again,
+and Python's and NumPy's generators are compared after each run, as a layer may begin to draw.
 """
 
 import logging
@@ -30,12 +30,17 @@ from gpipe_hpc.engine.buffers import (
     PersistentBuffers,
     ReturnedBuffer,
 )
-from gpipe_hpc.engine.inputs import InputGuard, refuse_astray
+from gpipe_hpc.engine.inputs import InputGuard, State, refuse_astray
 from gpipe_hpc.engine.loss import LayerReports, LossTerm
 from gpipe_hpc.engine.offload import HostCopy
-from gpipe_hpc.engine.random_state import Drawn, DrawsFrom, RandomState, own_generators
-from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
-from gpipe_hpc.engine.stages.routes import State
+from gpipe_hpc.engine.parameters import Sketch, difference, sketch_of
+from gpipe_hpc.engine.random_state import (
+    NOTHING_DRAWN,
+    Drawn,
+    DrawsFrom,
+    RandomState,
+    own_generators,
+)
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import CURRENT_REPORTS, Reports, SkipNames, run_layer
 from gpipe_hpc.pytree import Nest
@@ -43,10 +48,10 @@ from gpipe_hpc.pytree import Nest
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 LayerKey = Callable[[int], int]
-"""Gives the random key of a layer (by its global index) for the micro-batch at hand."""
+"""Returns the random key of a layer, given its global index, for one micro-batch."""
 
 Around = AbstractContextManager[object]
-"""What layers run in besides their generators: autocast, peers of BatchNorm, offloading."""
+"""The context that layers run in: autocast, BatchNorm over several ranks, offloading."""
 
 _IS_TRAINING: Final = attrgetter("training")
 _EVERY: Final = 4  # runs of a stage after which one layer is inspected again
@@ -55,7 +60,7 @@ ASTRAY: Final = "let the layer leave its output where its input was"
 
 
 class RunMode(Enum):
-    """Which state a run of layers keeps."""
+    """The state that a run of layers keeps."""
 
     EVALUATE = "evaluate"  # none; layers change their buffers as in plain torch
     TRAIN = "train"  # autograd's graph, for the backward
@@ -64,19 +69,19 @@ class RunMode(Enum):
 
 
 class Layer:
-    """One layer in its place: its global index, its module, what it draws from and its buffers.
+    """One layer of the model: its module, the generators that it draws from, and its buffers.
 
     The loss runs as the layer after the last one.
 
     Args:
-        index: Its global index, on which its random key depends.
+        index: The global index of the layer, on which its random key depends.
         module: The module.
         where: The name of the layer in messages.
         random: The generators of its stage.
-        lasting: The buffers of its stage.
-        names: The values that it stashes and pops.
-        sharing: Buffers of other layers of the stage that are the same tensors as some of its own.
-        elsewhere: Buffers by name that a layer of another stage, given by its index, has too.
+        lasting: The original buffers of its stage.
+        names: The skip values that the layer stashes and pops.
+        sharing: Buffer dicts of other layers of the stage that contain one of the same tensors.
+        elsewhere: Buffers by name that a layer of another stage, given by its index, shares.
     """
 
     def __init__(
@@ -102,7 +107,7 @@ class Layer:
         self.renew(sharing)
 
     def renew(self, sharing: Sequence[tuple[str, Home]]) -> None:
-        """Forget what was learned: nothing has run yet, or the layer has other modules."""
+        """Search the layer for buffers and generators, and discard earlier results."""
         self.buffers = LayerBuffers(
             self.module, self.where, self._lasting, sharing, self._elsewhere
         )
@@ -112,20 +117,20 @@ class Layer:
 
     @property
     def draws_from(self) -> DrawsFrom:
-        """Return the generators that the layer draws from in its present mode, as far as known."""
+        """Return the generators that the layer is known to draw from in its present mode."""
         return self._draws[self.module.training]
 
     def look_for_generators(self) -> None:
-        """Search the layer for generators again: some layers create them in their first forward."""
+        """Search the layer for generators again, as some are created in the first forward."""
         self.draws_from.own = own_generators(self.module, self._seeded)
 
     def with_skips(self, stashed: dict[str, Nest]) -> Callable[[Nest], Nest]:
-        """Return a call that runs the layer, takes its pops from `stashed` and adds its stashes."""
+        """Return a call that runs the layer and moves its skip values from and to `stashed`."""
         place = f"layers.{self.index}"
         return lambda nest: run_layer(self.call, self._names, nest, stashed, place)
 
     def warn_of_backward(self, found: Sequence[FoundBuffer]) -> None:
-        """Warn if buffers that forwards change have changed in a backward too."""
+        """Warn if buffers that forwards change have also changed in a backward."""
         changed = self.buffers.changes(found)
         if changed:
             self.warn(
@@ -135,17 +140,23 @@ class Layer:
             )
 
     def warn(self, message: str) -> None:
-        """Warn of the layer, once."""
+        """Log a warning that names the layer, only once."""
         if not self._has_warned:
             self._has_warned = True
             log.warning("%s: %s", self.where, message)
 
 
 class LayerTrace(NamedTuple):
-    """What the recomputation of one layer needs from its forward."""
+    """State of one layer's forward that its recomputation needs.
+
+    Args:
+        before: The buffers before the forward.
+        drawn: Hashes of the generators' states after it, if the layer draws.
+        output: A sketch of the output, if it is compared.
+    """
 
     before: BuffersBefore = NO_BUFFERS
-    drawn: Drawn = Drawn()
+    drawn: Drawn = NOTHING_DRAWN
     output: Sketch | None = None
 
 
@@ -153,10 +164,10 @@ _NO_TRACE: Final = LayerTrace()  # of a plain layer
 
 
 class ForwardRecord:
-    """What the recomputation of some layers needs from their forward.
+    """State of a forward of some layers that their recomputation needs.
 
-    `compares_all`: the outputs of all layers are compared then, not only of those that draw from
-    Python or NumPy.
+    `compares_all`: outputs of all layers are compared with those of the recomputation, not only of
+    layers that draw from Python's or NumPy's generators.
     """
 
     __slots__ = ("compares_all", "differs", "traces")
@@ -170,11 +181,11 @@ class ForwardOptions(NamedTuple):
     """Options of one run of layers.
 
     Args:
-        mode: Which state the run keeps.
-        has_graph: Whether autograd makes a graph.
-        record: For RECORD and REPLAY.
+        mode: The state that the run keeps.
+        has_graph: Whether autograd builds a graph.
+        record: The record to fill (RECORD) or to compare with (REPLAY); else None.
         shares_casts: Whether autocast shares casts of weights with other runs of the step.
-        deferred: Collects weight gradients in place of autograd, for a split backward.
+        deferred: Collects weight gradients, for a split backward.
         host: Collects the tensors that autograd saves, to move them to the host.
         wait_for_layer: Waits until the parameters of a layer, given by its index, are gathered.
     """
@@ -189,14 +200,19 @@ class ForwardOptions(NamedTuple):
 
 
 Loss = tuple[Layer, Callable[[Nest], LossTerm]]
-"""The loss as the layer after the last one, and the call that takes that one's output."""
+"""The loss as the layer after the last one, and its call, which takes the last layer's output."""
 
 
 class LayerOutput:
     """Results of one run of layers.
 
-    `losses`: tensors at which a backward starts besides the output. `changes`: the earlier buffers
-    of layers that are not plain. `returned`: buffers whose memory the output of a layer uses.
+    Attributes:
+        state: The output, and the skip values for later stages.
+        noted: Losses and metrics that layers added.
+        term: The loss of the micro-batch, on the last stage.
+        losses: Tensors at which a backward starts besides the output.
+        changes: Layers with buffers, and their buffers before the run.
+        returned: Buffers whose memory the output of a layer uses.
     """
 
     __slots__ = ("changes", "losses", "noted", "returned", "state", "term")
@@ -213,8 +229,8 @@ class LayerOutput:
 class LayerRunner:
     """Runs consecutive layers of one stage in their order; a stage may have none.
 
-    Layers never write into their input: if they do, they get a copy. The loss may run after them,
-    as one layer more.
+    The input is never written to: layers that write in place get a copy. The loss may run after the
+    layers, as one more layer.
     """
 
     def __init__(
@@ -224,7 +240,7 @@ class LayerRunner:
         self._stage, self._random, self._device = stage, random, device
         self._indices = tuple(layer.index for layer in layers)
         self._guard = InputGuard(self.where, self._indices[0] if self._indices else 0)
-        # What was looked up for the layers at hand, and when that has to be done again.
+        # Results of `_look_up`, and the state in which they are valid.
         self._loss: Layer | None = None
         self._members: tuple[Layer, ...] = self.layers
         self._modules = [layer.module for layer in layers]
@@ -232,20 +248,20 @@ class LayerRunner:
         self._is_training = False
         self._num_learned, self._num_runs = -1, 0
         self._plain: dict[RunMode, list[bool]] = {}
-        self._empty: list[Home] = []  # where a layer that has no buffers would get them
+        self._empty: list[Home] = []  # buffer dicts of layers that had no buffers
         self._draws_torch = self._draws_process = False
         self.buffered: tuple[Layer, ...] = ()
 
     @property
     def where(self) -> str:
-        """Return its name in messages."""
+        """Return the name of these layers in messages."""
         if not self._indices:
             return f"stage {self._stage}"
         return f"stage {self._stage} (layers {self._indices[0]} to {self._indices[-1]})"
 
     @property
     def place(self) -> tuple[tuple[int, ...], bool]:
-        """Return a key for the kind of run: the indices of the layers, and whether they train."""
+        """Return a key for these layers and their mode: indices, and whether any is in training."""
         return self._indices, any(map(_IS_TRAINING, self._modules[: len(self.layers)]))
 
     def run(
@@ -258,9 +274,9 @@ class LayerRunner:
     ) -> LayerOutput:
         """Run the layers, and the loss after them, on one micro-batch.
 
-        A layer may begin to draw from Python's or NumPy's generator. Its numbers would depend on
-        what was drawn before, so that the layers run once more then, each with all generators
-        seeded. That shows which of them draws, and from now on those are seeded for it.
+        If a layer has begun to draw from Python's or NumPy's generator, its numbers depended on
+        earlier draws. Then the layers run once more, with all generators seeded for each. This
+        shows which layer draws, and from now on its generators are seeded.
         """
         self._look_up(None if loss is None else loss[0])
         random, has_graph = self._random, options.has_graph
@@ -313,7 +329,7 @@ class LayerRunner:
             is_so and layer not in self.buffered
             for is_so, layer in zip(only_torch, self._members, strict=True)
         ]
-        # What a recomputation compares is noted of layers that draw.
+        # A recomputation compares the draws of layers, so layers that draw need a record.
         draws_nothing = [is_so and not d.torch for is_so, d in zip(is_plain, draws, strict=True)]
         self._plain = {
             RunMode.EVALUATE: only_torch,
@@ -331,7 +347,7 @@ class LayerRunner:
             options.record.differs = False
             if options.record.compares_all:
                 plain = [False] * len(plain)
-        # Now and then a layer is inspected again: it may have begun to draw from torch's.
+        # Inspect one layer every few runs, as it may have begun to draw from torch's generators.
         self._num_runs += 1
         inspected = -1
         if self._num_runs % _EVERY == 0 and plain:
@@ -371,7 +387,7 @@ class LayerRunner:
             guard.refuse_writes()
             if self._device.is_accelerator:
                 refuse_astray((nest, stashed), self._device, self.where, ASTRAY, ModelError)
-            if splits is not None:  # the backward of the loss is whole
+            if splits is not None:  # the backward of the loss is not split
                 splits, _ = None, splits.__exit__(None, None, None)
             if loss is not None:
                 layer, call = loss
@@ -407,7 +423,7 @@ class LayerRunner:
         output: LayerOutput,
         inspects: bool,
     ) -> Any:
-        """Run a layer that has buffers or draws random numbers, or may do so."""
+        """Run a layer that has buffers or skips, or that may draw random numbers."""
         mode, record, draws = options.mode, options.record, layer.draws_from
         returns, was_known, homes = mode is RunMode.RECORD, draws.is_known, layer.buffers.homes
         trace, before, as_recorded = _NO_TRACE, NO_BUFFERS, NOTHING_AROUND
@@ -435,8 +451,8 @@ class LayerRunner:
             output.changes.append((layer, before))
             output.returned += layer.buffers.returned(before, tensors, returns=returns)
         if mode is RunMode.RECORD and record is not None:
-            # Whether a layer draws from Python's and NumPy's is not known for sure.
-            compares = record.compares_all or (drawn.python, drawn.numpy) != (None, None)
+            # It is not certain whether a layer draws from Python's and NumPy's generators.
+            compares = record.compares_all or drawn[1:] != (None, None)
             sketch = sketch_of(tensors) if compares else None
             record.traces[layer.index] = LayerTrace(before, drawn, sketch)
         elif mode is RunMode.REPLAY and record is not None:
@@ -458,12 +474,12 @@ class LayerRunner:
         return True
 
     def _known_draws(self) -> list[tuple[bool, bool]]:
-        """Return of each layer whether it draws from Python's and from NumPy's generator."""
+        """Return for each layer whether it draws from Python's and from NumPy's generator."""
         draws = [layer.draws_from for layer in self._members]
         return [(each.python, each.numpy) for each in draws]
 
     def _forget_draws(self) -> list[tuple[bool, bool]]:
-        """Let the next run detect which generators layers use; return the present knowledge."""
+        """Let the next run detect again which generators layers use; return `_known_draws`."""
         for layer in self._members:
             layer.draws_from.is_known = False
         self._random.num_learned += 1
@@ -486,20 +502,27 @@ class LayerRunner:
 def _compare(
     layer: Layer, record: ForwardRecord, trace: LayerTrace, drawn: Drawn, output: Nest
 ) -> None:
-    """Compare a recomputation with its forward: numbers drawn, and the output.
+    """Compare a recomputation with its forward: the random numbers drawn, and the output.
 
-    Raises ModelError for other numbers. Another output alone is warned of, once in a run: the
-    layers after it are given something else.
+    Raises ModelError if other numbers were drawn. Another output alone logs a warning, once in a
+    run, as the layers after it get another input.
     """
     apart = 0.0
     if trace.output is not None and not record.differs:
         apart = difference(trace.output, sketch_of(output))
-    if layer.draws_from.torch and _is_moved(trace.drawn.torch, drawn.torch):
-        raise _other_numbers(layer, "torch's", "torch.Generator()")
-    if apart and _is_moved(trace.drawn.python, drawn.python):
-        raise _other_numbers(layer, "Python's", "random.Random()")
-    if apart and _is_moved(trace.drawn.numpy, drawn.numpy):
-        raise _other_numbers(layer, "NumPy's", "numpy.random.default_rng()")
+    sources = (
+        ("torch's", "torch.Generator()", layer.draws_from.torch),
+        ("Python's", "random.Random()", apart > 0),
+        ("NumPy's", "numpy.random.default_rng()", apart > 0),
+    )
+    for (whose, remedy, counts), one, other in zip(sources, trace.drawn, drawn, strict=True):
+        if counts and one is not None and other is not None and one != other:
+            raise ModelError(
+                f"{layer.where}: drew other random numbers when it was run again, expected those "
+                f"of its forward, as gradients are those of the second run; another thread draws "
+                f"from {whose} default generator in between: give it one of its own, {remedy}; or "
+                f"the layer draws by what changes from run to run: keep that in a buffer"
+            )
     if apart > 0:
         record.differs = True
         layer.warn(
@@ -508,19 +531,6 @@ def _compare(
             f"those of the second run and later layers had the first; keep in buffers what a "
             f"forward changes, or use recompute=never"
         )
-
-
-def _is_moved(one: int | None, other: int | None) -> bool:
-    return one is not None and other is not None and one != other
-
-
-def _other_numbers(layer: Layer, whose: str, remedy: str) -> ModelError:
-    return ModelError(
-        f"{layer.where}: drew other random numbers when it was run again, expected those of its "
-        f"forward, as gradients are those of the second run; another thread draws from {whose} "
-        f"default generator in between: give it one of its own, {remedy}; or the layer draws by "
-        f"what changes from run to run: keep that in a buffer"
-    )
 
 
 def _take_reports(layer: Layer, reports: Reports, output: LayerOutput) -> None:

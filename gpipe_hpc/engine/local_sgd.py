@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.data_parallel import BucketItem, Compression, ReduceStrategy, choose_strategy
-from gpipe_hpc.device.device import Device
+from gpipe_hpc.engine.assembly import TiedParameter
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
-from gpipe_hpc.engine.stages.assembly import TiedParameter
-from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.engine.stages.tables import Tables
-from gpipe_hpc.engine.stages.wiring import Wiring
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.step_reduction import unite_flags
+from gpipe_hpc.engine.wiring import Tables, Wiring
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op
 from gpipe_hpc.settings import Outer
@@ -40,10 +38,10 @@ _SINCE: Final = "since_the_last_outer_step"
 class Fragment:
     """Parameters of one bucket that are averaged together, and their outer optimizer.
 
-    The anchor is what the parameters were after the last outer step, in float32 or wider, the same
+    The anchor is a copy of the parameters after the last outer step, in float32 or wider, the same
     on all replicas. An outer step averages the change of each replica since then, ``anchor -
-    parameter``, and gives it to SGD as the gradient of the anchor (DiLoCo, algorithm 1); rate 1
-    without momentum is the average of the parameters (local SGD).
+    parameter``, and passes it to SGD as the gradient of the anchor (DiLoCo, algorithm 1); rate 1
+    without momentum gives the average of the parameters (local SGD).
 
     Args:
         named: The parameters by global name.
@@ -75,11 +73,11 @@ class Fragment:
 
     @property
     def is_coming(self) -> bool:
-        """Return whether an average is on its way."""
+        """Return whether an average was started and not applied yet."""
         return self._coming is not None
 
     def reset_anchor(self) -> None:
-        """Make the present parameters the anchor, without momentum."""
+        """Copy the present parameters into the anchor, and clear the momentum."""
         self._anchors = {name: _wide(p).clone() for name, p in self._named.items()}
         self._momenta.clear()
         self._coming = self._pending = None
@@ -89,7 +87,7 @@ class Fragment:
 
         `share`: this copy's share of the average.
         """
-        assert self._coming is None, "the average before has arrived"
+        assert self._coming is None, "the previous average was applied"
         self._names = [name for name in self._named if name in trained]
         if not self._names:
             return 0
@@ -108,9 +106,9 @@ class Fragment:
         return tuple(items)
 
     def finish(self, mix: float) -> None:
-        """Step on the average, if one is on its way, and set the parameters.
+        """Do an outer step with the average, if one was started, and set the parameters.
 
-        `mix`: share of their own present values that parameters keep.
+        `mix`: weight of the replica's present values in the new parameters.
         """
         self._wait()
         if self._coming is None:
@@ -130,7 +128,7 @@ class Fragment:
             self._pending = None
 
     def _step(self, name: str, gradient: Tensor) -> Tensor:
-        """Step as torch.optim.SGD does; return the new anchor."""
+        """Update the anchor as torch.optim.SGD does, and return it."""
         outer, anchor = self._outer, self._anchors[name]
         if outer.momentum:
             momentum = self._momenta.setdefault(name, torch.zeros_like(anchor))
@@ -139,7 +137,7 @@ class Fragment:
         return anchor.sub_(gradient, alpha=outer.lr)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps, the same on all copies; waits for the average."""
+        """Return the tensors of a checkpoint, equal on all copies; waits for the average."""
         self._wait()
         found = {_ANCHOR + name: each for name, each in self._anchors.items()}
         found |= {_MOMENTUM + name: each for name, each in self._momenta.items()}
@@ -155,7 +153,7 @@ class Fragment:
         return [k + name for name in self._named for k in kinds if k + name in stored]
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what a checkpoint kept; the parameters are loaded."""
+        """Continue from the tensors of a checkpoint, after the parameters were loaded."""
         self.reset_anchor()
         for name, anchor in self._anchors.items():
             if _ANCHOR + name in tensors:
@@ -169,174 +167,18 @@ class Fragment:
 
 
 def _wide(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's numbers in float32, or in its own dtype if that is wider."""
+    """Return a parameter's values in float32, or in its own dtype if that is wider."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
-
-
-class OuterSteps:
-    """Decides when each fragment of a rank is averaged, and how much each replica counts.
-
-    A replica counts as much as the loss weights that it has seen since the last outer step: with
-    one step from one to the next, the average of the replicas' means is the mean of the whole
-    batch, however unequal their shares.
-
-    Args:
-        outer: The settings.
-        fragments: Those of the rank, in the order in which their averages start.
-        replica: The rank's replica.
-        num_replicas: The number of replicas.
-        device: Where the rank computes.
-    """
-
-    def __init__(
-        self,
-        outer: Outer,
-        fragments: Sequence[Fragment],
-        replica: int,
-        num_replicas: int,
-        device: Device,
-    ) -> None:
-        self._outer, self._fragments = outer, list(fragments)
-        self._replica, self._num_replicas = replica, num_replicas
-        self._device = device
-        # Since the last average of each part: the loss weight of each replica, and the number of
-        # steps. The same on all ranks.
-        size = outer.parts, num_replicas + 1
-        self._since = torch.zeros(size, dtype=torch.float64, device=device.torch)
-        self._trained: set[str] = set()
-        self._is_united = not outer.behind
-        self.sent_bytes = 0
-
-    def note(self, weights: Tensor, named: Mapping[str, nn.Parameter]) -> None:
-        """Note a training step: the loss weights of all replicas, float64[replicas]."""
-        self._since[:, :-1] += weights
-        self._since[:, -1] += 1
-        self._is_united = False
-        self._trained |= {name for name, each in named.items() if each.requires_grad}
-
-    @property
-    def _may_be_coming(self) -> bool:
-        return self._outer.behind > 0 and not self._is_united
-
-    @property
-    def replicas_differ(self) -> bool:
-        """Return whether replicas may have different parameters; waits for the device."""
-        return self._may_be_coming or bool(_trained_parts(self._device.to_host(self._since)))
-
-    def is_due(self, step: int) -> bool:
-        """Return whether an average starts or arrives after step number `step`, from 1 on."""
-        parts = range(self._outer.parts)
-        return any(self.starts(part, step) or self._arrives(part, step) for part in parts)
-
-    def starts(self, part: int, step: int) -> bool:
-        """Return whether the average of a part starts after a step."""
-        every = self._outer.every
-        return step > 0 and (step + part * every // self._outer.parts) % every == 0
-
-    def _arrives(self, part: int, step: int) -> bool:
-        return self.starts(part, step - self._outer.behind)
-
-    def _weight(self, weights: Tensor) -> float | None:
-        """Return what this replica counts for, of the weights of all; None if all are 0."""
-        return float(weights[self._replica]) if weights.sum() > 0 else None
-
-    def step(self, step: int) -> tuple[bool, float | None]:
-        """Do what is due after a step. The host waits once, if an average starts.
-
-        Returns:
-            Whether parameters were averaged; and what this replica counts for if the average of the
-            first part started, None if it did not start or no replica has seen a weight.
-        """
-        outer = self._outer
-        arriving = [each for each in self._fragments if self._arrives(each.part, step)]
-        starting = [each for each in self._fragments if self.starts(each.part, step)]
-        if outer.behind:
-            for fragment in arriving:
-                fragment.finish(outer.mix)
-        # Also those parts of which this rank has nothing.
-        parts = [part for part in range(outer.parts) if self.starts(part, step)]
-        since = self._device.to_host(self._since) if parts else self._since
-        weight = self._weight(since[0, :-1]) if 0 in parts else None
-        for fragment in starting:
-            # An average of another layout, in which the fragment belonged to another part.
-            fragment.finish(outer.mix)
-            self._start(fragment, since[fragment.part, :-1])
-        for part in parts:
-            self._since[part] = 0
-        if not outer.behind:
-            for fragment in starting:
-                fragment.finish(0.0)
-        return bool(arriving), weight
-
-    def unite(self) -> tuple[bool, float | None]:
-        """Make all replicas equal now; returns as `step`.
-
-        Averages that are on their way arrive, and each part that was trained since its last average
-        has an outer step at once.
-        """
-        since = self._device.to_host(self._since)
-        parts = _trained_parts(since)
-        if not parts and not self._may_be_coming:
-            return False, None
-        weight = self._weight(since[0, :-1])
-        for fragment in [each for each in self._fragments if each.is_coming]:
-            # If a part was not trained since, no replica has values of its own to keep.
-            fragment.finish(self._outer.mix if fragment.part in parts else 0.0)
-        starting = [each for each in self._fragments if each.part in parts]
-        for fragment in starting:
-            self._start(fragment, since[fragment.part, :-1])
-        self._since.zero_()
-        for fragment in starting:
-            fragment.finish(0.0)
-        self._is_united = True
-        return True, weight
-
-    def _start(self, fragment: Fragment, weights: Tensor) -> None:
-        """Start the average of a fragment; `weights`: those of the replicas, on the host."""
-        total = float(weights.sum())
-        # A replica that saw no weight counts nothing; if none saw any, all count the same.
-        share = float(weights[self._replica]) / total if total > 0 else 1 / self._num_replicas
-        size = fragment.copies.size
-        num_bytes = fragment.start(share * self._num_replicas / size, self._trained)
-        if self._outer.compress == "none" or fragment.is_tied:  # else the compression counts
-            self.sent_bytes += 2 * (size - 1) * num_bytes // size  # as a ring sends them
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps, the same on all replicas; waits for averages."""
-        found = {name: t for each in self._fragments for name, t in each.state().items()}
-        return found | {_SINCE: self._since}
-
-    def wanted(self, stored: Collection[str]) -> list[str]:
-        """Return which tensors of a checkpoint `restore` needs."""
-        own = [_SINCE] if _SINCE in stored else []
-        return own + [name for each in self._fragments for name in each.wanted(stored)]
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what a checkpoint kept; the parameters are loaded.
-
-        What it lacks starts from the parameters. So do the weights if it is of another number of
-        replicas, whose parameters then are all equal.
-        """
-        for fragment in self._fragments:
-            fragment.restore(tensors)
-        kept = tensors.get(_SINCE)
-        if kept is not None and kept.shape == self._since.shape:
-            self._since.copy_(kept)
-        else:
-            self._since.zero_()
-        self._is_united = not self._outer.behind
-
-
-def _trained_parts(since: Tensor) -> set[int]:
-    """Return which parts were trained since their last average; `since` is on the host."""
-    return {part for part, num_steps in enumerate(since[:, -1].tolist()) if num_steps > 0}
 
 
 class LocalSgd:
     """Averages parameters and buffers of a rank's stages over the replicas at outer steps.
 
-    Buffers that forwards change follow `buffers` (see `BufferSynchronizer`), whenever the average
-    of the first part starts; running statistics of BatchNorm are among them.
+    A replica counts as much as the loss weights that it has seen since the last outer step. So if
+    each step is an outer step, the average of the replicas' means is the mean of the whole batch,
+    however unequal their shares. Buffers that forwards change are combined as `buffers` says (see
+    `BufferSynchronizer`) whenever the average of the first part starts, including running
+    statistics of BatchNorm.
 
     Args:
         outer: The settings.
@@ -362,62 +204,150 @@ class LocalSgd:
         compression: Compression,
         buffers: str,
     ) -> None:
-        self._stages, self._compression = stages, compression
+        self._outer, self._stages, self._compression = outer, stages, compression
         self._copies = wiring.copies
-        device = next(iter(stages.values())).device
+        self._device = device = next(iter(stages.values())).device
+        self._replica, self._num_replicas = mesh.replica_of(rank), mesh.replicas
         strategies = _strategies(outer, stages, wiring.copies, compression)
         stage_rank = mesh.stage_rank_of(rank)
-        fragments = list(_fragments(outer, stage_rank, tables, stages, wiring.copies, strategies))
+        # In the order in which their averages start.
+        self._fragments = list(
+            _fragments(outer, stage_rank, tables, stages, wiring.copies, strategies)
+        )
         for tie in tied:
             strategy = choose_strategy(outer, tie.copies, is_tied=True)
             named = {tie.name: tie.parameter}
-            fragments.append(Fragment(named, strategy, outer, 0, tie.copies, is_tied=True))
-        self.steps = OuterSteps(outer, fragments, mesh.replica_of(rank), mesh.replicas, device)
+            fragment = Fragment(named, strategy, outer, 0, tie.copies, is_tied=True)
+            self._fragments.append(fragment)
         self._buffer_syncs = {
             index: BufferSynchronizer(
                 stage.layers, wiring.copies[index], rank, buffers, stage.device, pooled=True
             )
             for index, stage in stages.items()
         }
+        # Since the last average of each part: the loss weight of each replica, and the number of
+        # steps. The same on all ranks.
+        size = outer.parts, self._num_replicas + 1
+        self._since = torch.zeros(size, dtype=torch.float64, device=device.torch)
         self._unit = torch.ones((), dtype=torch.float64, device=device.torch)
+        self._trained: set[str] = set()
+        self._is_united = not outer.behind
+        self.sent_bytes = 0
 
     def begin(self) -> None:
-        """Begin a run of the table: note the values of buffers."""
+        """Begin a run of a table: note the versions of buffers."""
         for sync in self._buffer_syncs.values():
             sync.begin()
 
     def end(self, samples: Mapping[int, int]) -> None:
-        """End it; `samples`: how many each stage has seen."""
+        """End a run of a table; `samples`: the number of samples that passed each stage."""
         for index, sync in self._buffer_syncs.items():
             sync.end(samples.get(index, 0))
 
     def report_buffers(self) -> None:
-        """Log what is left to report of buffers; waits for the device."""
+        """Log pending messages about buffers; waits for the device."""
         for sync in self._buffer_syncs.values():
             sync.log_pending()
 
     def note(self, weights: Tensor) -> None:
         """Note a training step: the loss weights of all replicas, float64[replicas]."""
-        named: dict[str, nn.Parameter] = {}
+        self._since[:, :-1] += weights
+        self._since[:, -1] += 1
+        self._is_united = False
         for stage in self._stages.values():
-            named |= stage.named_parameters()
-        self.steps.note(weights, named)
+            named = stage.named_parameters().items()
+            self._trained |= {name for name, each in named if each.requires_grad}
+
+    @property
+    def _may_be_coming(self) -> bool:
+        return self._outer.behind > 0 and not self._is_united
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Return whether replicas may have different parameters; waits for the device."""
+        return self._may_be_coming or bool(_trained_parts(self._device.to_host(self._since)))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an average starts or arrives after step number `step`, from 1 on."""
+        parts = range(self._outer.parts)
+        return any(self._starts(part, step) or self._arrives(part, step) for part in parts)
+
+    def _starts(self, part: int, step: int) -> bool:
+        """Return whether the average of a part starts after a step."""
+        every = self._outer.every
+        return step > 0 and (step + part * every // self._outer.parts) % every == 0
+
+    def _arrives(self, part: int, step: int) -> bool:
+        return self._starts(part, step - self._outer.behind)
 
     def step(self, step: int) -> bool:
-        """Do what is due after step number `step`; return whether parameters were averaged."""
+        """Start and apply averages that are due after a step; return whether any was applied.
+
+        The host waits for the device once, if an average starts.
+        """
+        outer = self._outer
         self._compression.begin(step, self._unit)
-        has_averaged, weight = self.steps.step(step)
-        if self.steps.starts(0, step):
+        arriving = [each for each in self._fragments if self._arrives(each.part, step)]
+        starting = [each for each in self._fragments if self._starts(each.part, step)]
+        if outer.behind:
+            for fragment in arriving:
+                fragment.finish(outer.mix)
+        # Also parts of which this rank has no fragment.
+        parts = [part for part in range(outer.parts) if self._starts(part, step)]
+        since = self._device.to_host(self._since) if parts else self._since
+        weight = self._weight(since) if 0 in parts else None
+        for fragment in starting:
+            # If an average is still coming: it is of another layout, with other parts.
+            fragment.finish(outer.mix)
+            self._start(fragment, since[fragment.part, :-1])
+        for part in parts:
+            self._since[part] = 0
+        if not outer.behind:
+            for fragment in starting:
+                fragment.finish(0.0)
+        if 0 in parts:
             self._combine_buffers(weight)
-        return has_averaged
+        return bool(arriving)
 
     def unite(self, step: int) -> bool:
-        """Make all replicas equal after step number `step`; return whether they were not."""
+        """Make all replicas equal after step number `step`; return whether they could differ.
+
+        Averages that are on their way arrive, and each part that was trained since its last average
+        has an outer step at once.
+        """
         self._compression.begin(step, self._unit)
-        has_averaged, weight = self.steps.unite()
-        if has_averaged:
-            self._combine_buffers(weight)
-        return has_averaged
+        since = self._device.to_host(self._since)
+        parts = _trained_parts(since)
+        if not parts and not self._may_be_coming:
+            return False
+        weight = self._weight(since)
+        for fragment in [each for each in self._fragments if each.is_coming]:
+            # If a part was not trained since, no replica has values of its own to keep.
+            fragment.finish(self._outer.mix if fragment.part in parts else 0.0)
+        starting = [each for each in self._fragments if each.part in parts]
+        for fragment in starting:
+            self._start(fragment, since[fragment.part, :-1])
+        self._since.zero_()
+        for fragment in starting:
+            fragment.finish(0.0)
+        self._is_united = True
+        self._combine_buffers(weight)
+        return True
+
+    def _weight(self, since: Tensor) -> float | None:
+        """Return this replica's weight in averages of buffers; None if no replica has any."""
+        weights = since[0, :-1]
+        return float(weights[self._replica]) if weights.sum() > 0 else None
+
+    def _start(self, fragment: Fragment, weights: Tensor) -> None:
+        """Start the average of a fragment; `weights`: those of the replicas, on the host."""
+        total = float(weights.sum())
+        # A replica that has seen no weight does not count; if none has seen any, all count equally.
+        share = float(weights[self._replica]) / total if total > 0 else 1 / self._num_replicas
+        size = fragment.copies.size
+        num_bytes = fragment.start(share * self._num_replicas / size, self._trained)
+        if self._outer.compress == "none" or fragment.is_tied:  # else the compression counts
+            self.sent_bytes += 2 * (size - 1) * num_bytes // size  # as a ring sends them
 
     def _combine_buffers(self, weight: float | None) -> None:
         for index, sync in self._buffer_syncs.items():
@@ -427,18 +357,36 @@ class LocalSgd:
             sync.settle(unite_flags(flags, copies), weight)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps, the same on all replicas."""
-        return self.steps.state()
+        """Return the tensors of a checkpoint, equal on all replicas; waits for averages."""
+        found = {name: t for each in self._fragments for name, t in each.state().items()}
+        return found | {_SINCE: self._since}
 
     def wanted(self, stored: Collection[str]) -> list[str]:
         """Return which tensors of a checkpoint `restore` needs."""
-        return self.steps.wanted(stored)
+        own = [_SINCE] if _SINCE in stored else []
+        return own + [name for each in self._fragments for name in each.wanted(stored)]
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what a checkpoint kept; the parameters are loaded."""
-        self.steps.restore(tensors)
+        """Continue from the tensors of a checkpoint, after the parameters were loaded.
+
+        Missing state starts from the parameters. So do the weights if the checkpoint is of another
+        number of replicas, whose parameters are then all equal.
+        """
+        for fragment in self._fragments:
+            fragment.restore(tensors)
+        kept = tensors.get(_SINCE)
+        if kept is not None and kept.shape == self._since.shape:
+            self._since.copy_(kept)
+        else:
+            self._since.zero_()
+        self._is_united = not self._outer.behind
         for sync in self._buffer_syncs.values():
             sync.suspect_all()
+
+
+def _trained_parts(since: Tensor) -> set[int]:
+    """Return the parts that were trained since their last average; `since` is on the host."""
+    return {part for part, num_steps in enumerate(since[:, -1].tolist()) if num_steps > 0}
 
 
 def _strategies(
@@ -447,7 +395,7 @@ def _strategies(
     copies: Mapping[int, Group],
     compression: Compression,
 ) -> dict[int, ReduceStrategy | None]:
-    """Return how the changes of each stage are summed over its copies."""
+    """Return for each stage the strategy that sums changes over its copies."""
     found: dict[int, ReduceStrategy | None] = {}
     chosen: dict[Group, ReduceStrategy | None] = {}
     for index, stage in sorted(stages.items()):  # in one order on all ranks that share stages
@@ -469,7 +417,7 @@ def _fragments(
     copies: Mapping[int, Group],
     strategies: Mapping[int, ReduceStrategy | None],
 ) -> Iterator[Fragment]:
-    """Yield the fragments of a rank in the order of its list."""
+    """Yield the fragments of a rank, in the order of AVERAGE actions in its table."""
     assert tables.averaging is not None, "local SGD has a table of outer steps"
     places = [(s, number) for s, each in enumerate(tables.buckets) for number in range(len(each))]
     if len(places) < outer.parts:

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, and the scale of its backward before the global weight is known."""
+"""The loss of one micro-batch, and the gradient that its backward starts from."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -19,33 +19,36 @@ from gpipe_hpc.pytree import Nest, tensors_of
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 _LOW: Final = (torch.bfloat16, torch.float16)
-# Of the bits of float64: those of the exponent, and the sum of those of 2 ** n and 2 ** -(n + 1).
+# The exponent bits of float64, and the sum of those of 2 ** n and of 2 ** -(n + 1).
 _EXPONENT: Final = 0x7FF << 52
 _MIRROR: Final = (2 * 1023 - 1) << 52
 
 
+Number = TypeVar("Number", torch.Tensor, torch.Tensor | float)
+
+
 class LossTerm(NamedTuple):
-    """Loss of one micro-batch: the sum over its samples, and the weight to divide it by."""
+    """The loss of one micro-batch.
+
+    Args:
+        total: The sum over the samples of the micro-batch, a scalar.
+        weight: The divisor; summed over all micro-batches, it divides the sum of all totals.
+        is_sum: The loss of a batch is the sum itself; `weight` is the number of samples.
+    """
 
     total: torch.Tensor
     weight: torch.Tensor | float
+    is_sum: bool = False
 
     def without_graph(self) -> "LossTerm":
-        """Return the same numbers detached and copied, see `alone`."""
-        total, weight = self
-        if isinstance(weight, torch.Tensor):
-            weight = weight.detach().clone()
-        return type(self)(total.detach().clone(), weight)
-
-
-class SumTerm(LossTerm):
-    """Loss of a micro-batch if the loss of a batch is a sum; `weight`: its number of samples."""
+        """Return the same numbers, detached and copied."""
+        return LossTerm(_copied(self.total), _copied(self.weight), self.is_sum)
 
 
 class LayerReports(NamedTuple):
-    """Losses and metrics that one layer reported for one micro-batch.
+    """Losses and metrics that one layer added in one micro-batch.
 
-    `layer` is its global index; the loss function has the index after the last layer.
+    `layer` is the global index of the layer; the loss function has the index after the last layer.
     """
 
     layer: int
@@ -53,22 +56,18 @@ class LayerReports(NamedTuple):
 
     def without_graph(self) -> "LayerReports":
         """Return the same numbers, detached and copied."""
-        losses = {name: alone(total) for name, total in self.reports.losses.items()}
-        metrics = {name: (_alone(s), _alone(w)) for name, (s, w) in self.reports.metrics.items()}
+        losses = {name: _copied(total) for name, total in self.reports.losses.items()}
+        metrics = {name: (_copied(s), _copied(w)) for name, (s, w) in self.reports.metrics.items()}
         return LayerReports(self.layer, replace(self.reports, losses=losses, metrics=metrics))
 
 
-def alone(number: torch.Tensor) -> torch.Tensor:
-    """Return a detached copy of a scalar.
+def _copied(number: Number) -> Number:
+    """Return a detached copy of a scalar tensor; a number as it is.
 
-    The result of `F.mse_loss` keeps memory as large as the whole output, which would stay allocated
+    The result of `F.mse_loss` holds memory as large as the whole output, which would stay allocated
     for each micro-batch until the end of the step.
     """
-    return number.detach().clone()
-
-
-def _alone(number: torch.Tensor | float) -> torch.Tensor | float:
-    return alone(number) if isinstance(number, torch.Tensor) else number
+    return number.detach().clone() if isinstance(number, torch.Tensor) else number
 
 
 def loss_term(
@@ -79,10 +78,10 @@ def loss_term(
     known: TorchLoss | None,
     watch: Reductions | None = None,
 ) -> LossTerm:
-    """Call the loss function on one micro-batch of `num_samples` samples; report its metrics.
+    """Call the loss function on one micro-batch of `num_samples` samples, and add its metrics.
 
-    `known`: the result of `torch_loss` for the function. The call runs within `watch` if given.
-    Raises ModelError if it returns neither a scalar nor a pair (sum, weight) of scalars.
+    `known` is the result of `torch_loss` for the function. The call runs within `watch` if given.
+    Raises ModelError if the function returns neither a scalar nor a pair (sum, weight) of scalars.
     """
     if watch is None:
         value = function(output, target)
@@ -109,7 +108,7 @@ def loss_term(
     if known is None:
         return LossTerm(value * num_samples, float(num_samples))
     if known.reduction == "sum":
-        return SumTerm(value, float(num_samples))
+        return LossTerm(value, float(num_samples), is_sum=True)
     if known.ignore_index is None:
         return LossTerm(value * num_samples, float(num_samples))
     weight = known.weight_of(target, num_samples)
@@ -119,21 +118,21 @@ def loss_term(
 
 
 class LossWatch:
-    """Warns, in the first steps, if a loss function does not return what is expected.
+    """Logs a warning in the first steps if a loss function does not reduce as expected.
 
-    Detected are: one number that is a sum, or a mean over a number of targets that differs between
-    samples; a pair whose first value is a mean. `where`: name of the loss in the warning.
+    It detects a scalar that is a sum, or a mean over a number of targets that differs between
+    samples, and a pair whose first value is a mean. `where` names the loss in the warning.
     """
 
     def __init__(self, device: Device, where: str) -> None:
         self._device, self._where = device, where
         self._shares: list[tuple[float, ...]] = []
-        # Checks of the step before whose numbers come from a device.
+        # Checks of the last step whose numbers are still being copied from a device.
         self._waiting: list[tuple[Callable[[AsyncHostTensor], None], AsyncHostTensor]] = []
         self._has_warned = False
 
     def begin(self) -> None:
-        """Begin a step: run the checks that wait for numbers of the last one."""
+        """Begin a step: run the checks of the last step that waited for numbers from a device."""
         waiting, self._waiting = self._waiting, []
         for take_in, numbers in waiting:
             take_in(numbers)
@@ -165,7 +164,7 @@ class LossWatch:
 
     def _take_in_weight(self, num_means: int, fetched: AsyncHostTensor) -> None:
         weight = float(fetched.read())
-        # As many means as the weight counts: of one sample each, so this is their sum.
+        # As many means as the weight counts: each is of one sample, so their sum is a sum.
         is_sum_over_samples = weight > 1 and num_means % weight == 0
         if weight != 1 and not is_sum_over_samples:
             self._warn(
@@ -275,12 +274,13 @@ def refuse_constant(value: float) -> None:
 
 
 def backward_seed(weight: torch.Tensor, *, is_on_host: bool = False) -> torch.Tensor:
-    """Return the power of two near 1/weight that backward starts from, float64[].
+    """Return the gradient that a backward starts from: a power of two near 1/weight, float64[].
 
-    Multiplying by it is exact, so it changes no bit of the final gradients; it keeps those of
-    half precision in range before the weight of the step is known. Weight 0 counts as 1.
+    The weight of the step is known only after all forwards, so that of the last step is used.
+    Multiplying by a power of two is exact and changes no bit of the final gradients; it keeps
+    gradients of half precision in range. Weight 0 counts as 1.
     """
-    if is_on_host:  # the same number, by fewer calls of torch
+    if is_on_host:  # the same number, with fewer calls of torch
         known = float(weight)
         exponent = math.frexp(known)[1] if 0 < known < 2.0**1022 else 1
         return torch.tensor(math.ldexp(1.0, -max(exponent, -1022)), dtype=torch.float64)
@@ -289,11 +289,11 @@ def backward_seed(weight: torch.Tensor, *, is_on_host: bool = False) -> torch.Te
 
 
 def power_near_inverse(number: torch.Tensor) -> torch.Tensor:
-    """Return the power of two that scales a number to at least 1/2 and below 1, float64.
+    """Return the power of two whose product with a number is at least 1/2 and below 1, float64.
 
-    It is computed from the bits of float64, so it is exact on every device: `torch.ldexp`
-    multiplies by `torch.pow(2, n)` in float32, which a device may round. Numbers must be float64,
-    positive and finite.
+    Computed from the bits of float64, so it is exact on every device: `torch.ldexp` multiplies by
+    `torch.pow(2, n)` in float32, which a device may round. Numbers must be float64, positive and
+    finite.
     """
     return (_MIRROR - (number.view(torch.int64) & _EXPONENT)).view(torch.float64)
 

@@ -1,7 +1,7 @@
 """Keep the activations of a micro-batch in host memory between its forward and its backward.
 
-The host's memory is pinned, made once and used step after step: to pin memory takes the system
-longer than a copy, and what torch keeps of it is rounded up to powers of two.
+The host memory is pinned, and the buffers are reused in every step: pinning memory takes longer
+than a copy, and torch's own cache rounds sizes up to powers of two.
 """
 
 from collections import defaultdict, deque
@@ -16,25 +16,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpipe_hpc.device.device import Device, Event
 
-
-class _Free(NamedTuple):
-    """A free buffer, and the number of the last fetch that reads it."""
-
-    buffer: torch.Tensor
-    fetch: int
+_Free = tuple[torch.Tensor, int]
+"""A free buffer, and the number of the last fetch that reads it."""
 
 
 class PinnedBufferPool:
-    """Pinned buffers of a rank by size, and the two streams of copies to and from them.
+    """Pinned buffers of a rank by size, and two streams for copies to and from them.
 
-    A stream for each direction, as links carry both at once: where a schedule moves one micro-batch
-    out while another one comes back, neither waits for the other. A buffer is written again once
-    the copy from it is done, which the stream of copies out waits for, not the host.
+    Each direction has a stream, as links transfer in both at once: if a schedule moves one
+    micro-batch out while another returns, neither waits for the other. A buffer is written again
+    after the copy from it has ended; the stream of copies out waits for that, not the host.
 
-    One action of compute runs beside a copy out. Ahead of the next one, and of what is fetched,
-    `make_room` lets the compute wait for the copy and lets go of what has left. So no more memory
-    waits for copies than a plan counts. It is free in the order of the compute, and nothing is lent
-    to another stream. What is received is not waited for so: sends behind it would wait, too.
+    One action of compute overlaps with a copy out. Before the next action, and before a fetch,
+    `make_room` lets the compute stream wait for the copy and frees the device memory. So no more
+    memory waits for copies than a plan counts, and it is freed in the order of the compute stream:
+    no other stream uses it. Receives do not wait for copies, as sends after them would wait too.
     """
 
     def __init__(self, device: Device) -> None:
@@ -43,18 +39,18 @@ class PinnedBufferPool:
         self._unused: dict[int, deque[_Free]] = defaultdict(deque)  # in this step so far
         self._num_fetches = self._num_awaited = 0
         self._ends: dict[int, Event] = {}  # of fetches that copies out have not waited for
-        # Copies out that no action of compute has run beside so far, and those that one has.
+        # Copies out that no action of compute has overlapped so far, and those that one has.
         self._leaving: list[tuple[HostCopy, Event]] = []
         self._left: list[tuple[HostCopy, Event]] = []
 
     @contextmanager
     def going_out(self, who: "HostCopy") -> Iterator[None]:
-        """Return a block for copies to the host, ordered after the current stream's work so far."""
+        """Return a block for copies to the host, after the current stream's work so far."""
         self.out.wait_stream(self.device.current_stream())
         try:
             with self.device.on(self.out):
                 yield
-        finally:  # copies may run, even if one more could not be ordered
+        finally:  # earlier copies may be running, even if starting one has failed
             self._leaving.append((who, self.out.record_event()))
 
     @contextmanager
@@ -78,7 +74,7 @@ class PinnedBufferPool:
             who.let_go()
 
     def take_back(self, who: "HostCopy") -> Event | None:
-        """Return the end event of a copy out whose device memory still exists; None if freed."""
+        """Return the end event of a copy out whose device memory was not freed yet, else None."""
         for going in self._leaving:
             if going[0] is who:
                 self._leaving.remove(going)
@@ -86,17 +82,17 @@ class PinnedBufferPool:
         return None
 
     def give_back(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Return buffers to the pool that copies out have written and that no copy reads."""
+        """Return buffers to the pool that no copy to the device reads."""
         for buffer in buffers:
-            self._free[buffer.numel()].append(_Free(buffer, 0))
+            self._free[buffer.numel()].append((buffer, 0))
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return a buffer, uint8[num_bytes], for a copy on the stream of copies out."""
+        """Return a pinned buffer, uint8[num_bytes], for a copy on the stream of copies out."""
         for known in (self._free, self._unused):
             if known[num_bytes]:
-                free = known[num_bytes].popleft()
-                self._await(free.fetch)
-                return free.buffer
+                buffer, fetch = known[num_bytes].popleft()
+                self._await(fetch)
+                return buffer
         return self.device.pinned((num_bytes,), torch.uint8)
 
     def end_fetch(self, buffers: list[torch.Tensor]) -> Event:
@@ -104,22 +100,22 @@ class PinnedBufferPool:
         self._num_fetches += 1
         end = self._ends[self._num_fetches] = self.back.record_event()
         for buffer in buffers:
-            self._free[buffer.numel()].append(_Free(buffer, self._num_fetches))
+            self._free[buffer.numel()].append((buffer, self._num_fetches))
         return end
 
     def end(self) -> None:
         """End a step, also one that failed.
 
-        Memory that copies read or write is free behind them. Buffers of sizes that the step did not
-        use are let go of, and who read them.
+        Memory that copies read or write is freed after them. Buffers of sizes that the step did not
+        use are released.
         """
         self._left += self._leaving
         self._leaving = []
         self.make_room()
-        for copies in (self.out, self.back):  # also copies out that were taken back at once
+        for copies in (self.out, self.back):  # also copies out whose memory was kept by a fetch
             self.device.current_stream().wait_stream(copies)
         self._unused, self._free = self._free, defaultdict(deque)
-        readers = {free.fetch for known in self._unused.values() for free in known}
+        readers = {fetch for known in self._unused.values() for _, fetch in known}
         self._ends = {number: end for number, end in self._ends.items() if number in readers}
 
     def _await(self, fetch: int) -> None:
@@ -132,14 +128,14 @@ class PinnedBufferPool:
 
 @dataclass(eq=False)
 class _SavedStorage:
-    """One storage of saved tensors: on the device, on the host, or on its way."""
+    """One storage of saved tensors: on the device, on the host, or being copied."""
 
     device: torch.UntypedStorage | None
     host: torch.Tensor | None = None
 
 
 class _SavedView(NamedTuple):
-    """A saved tensor as a view of a storage that may move."""
+    """A saved tensor, as a view of a storage that may be moved to the host and back."""
 
     memory: _SavedStorage
     dtype: torch.dtype
@@ -158,9 +154,11 @@ class _SavedView(NamedTuple):
 class HostCopy:
     """The saved tensors of one micro-batch of a stage, moved to the host and back as a whole.
 
-    `lasting`: parameters and buffers, which stay. The copies run on the streams of `room`. What
-    leaves has its memory until `room` lets go of it; what comes back is given memory of the
-    compute's, once it has come so far.
+    Args:
+        lasting: Parameters and buffers, which are not moved.
+        device: Where the stage runs.
+        room: Pinned buffers, and the streams of the copies. Device memory of tensors that are moved
+            out is freed by `PinnedBufferPool.make_room`.
     """
 
     def __init__(
@@ -180,14 +178,14 @@ class HostCopy:
             yield
 
     def forget(self) -> None:
-        """Forget all tensors, since the forward runs once more."""
+        """Release all tensors, because the forward runs once more."""
         self._memories.clear()
         self._held.clear()
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Collect tensors that are kept themselves: inputs, which get gradients.
+        """Collect tensors that stay as objects, such as inputs, which get gradients.
 
-        Not of those of a recomputation behind `wait`: nothing moves any more.
+        Does nothing in a recomputation after `wait`, when nothing is moved any more.
         """
         for tensor in () if self._is_back else tensors:
             view = self._pack(tensor)
@@ -195,9 +193,9 @@ class HostCopy:
                 self._held.append((ref(tensor), view))
 
     def offload(self) -> None:
-        """Start moving everything to the host; the pool frees the device's memory later."""
+        """Start moving everything to the host; the pool frees the device memory later."""
         for tensor, _ in self._living():
-            # The tensor stays, as a place for its gradient; only its memory goes.
+            # The tensor object stays, for its gradient; only its memory is freed.
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         with self._room.going_out(self):
             for memory in self._memories.values():
@@ -207,12 +205,12 @@ class HostCopy:
                 self._device.copy_to_host(memory.host, source)
 
     def let_go(self) -> None:
-        """Free the device's memory, after the compute stream has waited for the copies."""
+        """Free the device memory, after the compute stream has waited for the copies."""
         for memory in self._memories.values():
             memory.device = None
 
     def fetch(self) -> None:
-        """Start moving everything back; what still has its device memory keeps it."""
+        """Start moving everything back; device memory that was not freed yet is used again."""
         self._room.make_room()
         is_gone = self._room.take_back(self)
         if is_gone is not None:
@@ -233,7 +231,7 @@ class HostCopy:
         arriving = []
         for memory in self._memories.values():
             assert memory.host is not None, "fetched without having been offloaded"
-            # Of the compute's own memory, so that what the compute has freed serves.
+            # Allocated on the compute stream, so that memory which it has freed can be reused.
             arriving.append(self._device.empty((memory.host.numel(),), torch.uint8))
         read = []
         with self._room.coming_back():
@@ -245,9 +243,9 @@ class HostCopy:
             self._is_here = self._room.end_fetch(read)
 
     def wait(self) -> None:
-        """Let the compute stream wait for the copies back; then only autograd refers to them.
+        """Let the compute stream wait for the copies back, and release all references to them.
 
-        Nothing else refers to it, so that a backward frees it as it goes on.
+        Then only autograd's graph refers to the tensors, and a backward frees them one by one.
         """
         if self._is_here is not None:
             self._device.current_stream().wait_event(self._is_here)
@@ -256,16 +254,16 @@ class HostCopy:
             self._held.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Return a description of the tensor's view of its storage, or itself if it cannot move."""
+        """Return a tensor as a view of a movable storage; itself if it cannot be moved."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
         if not self._device.holds(tensor):
-            return tensor  # of the host, where it is
+            return tensor  # it is on the host already
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         if pointer == 0 or pointer in self._lasting or tensor.is_conj() or tensor.is_neg():
             return tensor
-        # A storage that is held here keeps its address to itself.
+        # No other storage can have this address, as this one is kept alive here.
         memory = self._memories.setdefault(pointer, _SavedStorage(storage))
         offset = int(tensor.storage_offset())
         return _SavedView(memory, tensor.dtype, offset, tensor.shape, tensor.stride())

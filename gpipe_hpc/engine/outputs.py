@@ -1,15 +1,16 @@
-"""Outputs of a stage: in memory of their own, marked with whether they require a gradient.
+"""Outputs of a stage: in memory of their own, and with the right `requires_grad`.
 
-**Memory.** A layer may keep its output and write into it again: as scratch for the next
-micro-batch, or as a running value. In one piece nobody notices; here that output may still be on
-its way to another rank, or be kept there for a recomputation. So memory of what leaves a stage that
-somebody else refers to as well is copied. Most layers keep nothing, and nothing is copied.
+**Memory.** A layer may keep its output and write into it again, as scratch memory for the next
+micro-batch or as a running value. In an unpartitioned model this has no effect; here the output may
+still be in transfer to another rank, or be kept there for a recomputation. So an output is copied
+if anything else refers to its memory. Most layers keep nothing, and nothing is copied.
 
-**Gradients.** Layers that will be recomputed run forward without a graph, and yet the next stage
-has to see of a boundary what it would see in one piece: a mask, or an output that was detached,
-requires no gradient. So the first forward of each kind makes a graph, which shows it, and drops it.
-If all that layers made requires a gradient, the next ones go without; what they only pass on keeps
-its own mark. If something does not, that may depend on values: those forwards always make a graph.
+**Gradients.** Layers that will be recomputed run forward without a graph, and yet `requires_grad`
+of their outputs must be right: a mask, or an output that was detached, requires no gradient. So the
+first forward of each kind builds a graph, reads the flags, and drops it. If all tensors that the
+layers created require a gradient, later forwards need no graph; inputs that they only pass on keep
+their flags. If some tensor does not require one, that may depend on values, so these forwards
+always build a graph.
 """
 
 import logging
@@ -28,9 +29,9 @@ from gpipe_hpc.comm.transport.aliases import (
     mark_buffer,
     storages_of,
 )
-from gpipe_hpc.engine.backward.calls import reachable_nodes
+from gpipe_hpc.engine.backward.splitting import reachable_nodes
+from gpipe_hpc.engine.inputs import State
 from gpipe_hpc.engine.layer_runner import LayerRunner
-from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.pytree import map_tensors, tensors_of
 from gpipe_hpc.torch_compat import storage_use_count
@@ -42,62 +43,57 @@ N = TypeVar("N")
 REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 Kind = tuple[Hashable, ...]
-"""A kind of run: its place (layers and mode), then which of its inputs require a gradient."""
-
-
-class OutputIsolation:
-    """Gives outputs of a stage memory of their own, except if the graph behind them saved it.
-
-    The graph may refer to them, too: tanh keeps its output. Such a one is left where it is, as
-    autograd itself refuses a backward through memory that was written to. The graph is searched
-    once for each place where somebody refers to what leaves.
-    """
-
-    def __init__(self) -> None:
-        # By place and number of tensors: which of them a graph has saved.
-        self._saved: dict[Hashable, list[bool]] = {}
-
-    def copy_if_shared(
-        self,
-        nest: N,
-        given: Iterable[torch.Tensor],
-        place: Hashable,
-        ends: Iterable[GradientEdge | None],
-    ) -> N:
-        """Return outputs, copied if other tensors refer to their memory (see `copy_if_shared`).
-
-        `ends`: where its graph is entered.
-        """
-        tensors = _tensors(nest)
-        held = _held_elsewhere(tensors, given)
-        if not held:
-            return nest
-        key = (place, len(tensors))
-        saved = self._saved.get(key)
-        if saved is None:
-            found = _saved_storages(edge.node for edge in ends if edge is not None)
-            saved = [is_plain(t) and t.untyped_storage()._cdata in found for t in tensors]
-            self._saved[key] = saved
-        for tensor, is_saved in zip(tensors, saved, strict=True):
-            # Of what torch did not allocate autograd does not know when it is written to.
-            if is_saved and tensor.untyped_storage().resizable():
-                held.pop(tensor.untyped_storage()._cdata, None)
-        return _copied(nest, held)
+"""A kind of run: its layers and their mode, then which of its inputs require a gradient."""
 
 
 def copy_if_shared(nest: N, given: Iterable[torch.Tensor]) -> N:
     """Return a nest of detached tensors, copied if other tensors refer to their memory.
 
-    Memory of `given` may be passed on: whoever made it has looked at it. Nobody but the caller
-    and `nest` may refer to the tensors themselves.
+    Memory of the inputs `given` may be passed on: the stage that produced them has checked it. Only
+    the caller and `nest` may refer to the tensors themselves.
     """
     return _copied(nest, _held_elsewhere(_tensors(nest), given))
 
 
-def places_in_buffers(state: State, buffers: Sequence[torch.Tensor]) -> list[int]:
-    """Return the positions of the tensors that lie in buffers, also of earlier stages.
+def copy_unless_saved(
+    state: State,
+    given: Iterable[torch.Tensor],
+    place: Hashable,
+    ends: Iterable[GradientEdge | None],
+    known: dict[Hashable, list[bool]],
+) -> State:
+    """Return the same as `copy_if_shared`, but without copies of outputs that the graph has saved.
 
-    None if there is one tensor alone, which later layers never write to.
+    The graph may refer to an output too: tanh saves its output. Such an output needs no copy, as
+    autograd itself refuses a backward through memory that was written to.
+
+    Args:
+        state: The outputs.
+        given: The inputs.
+        place: A key for the layers.
+        ends: Where a backward enters the graph.
+        known: By place and number of outputs, which of them the graph has saved; added to here, so
+            that the graph is searched once for each place.
+    """
+    tensors = state.tensors()
+    held = _held_elsewhere(tensors, given)
+    if not held:
+        return state
+    key = (place, len(tensors))
+    if key not in known:
+        found = _saved_storages(edge.node for edge in ends if edge is not None)
+        known[key] = [is_plain(t) and t.untyped_storage()._cdata in found for t in tensors]
+    for tensor, is_saved in zip(tensors, known[key], strict=True):
+        # Autograd does not detect writes into memory that torch did not allocate.
+        if is_saved and tensor.untyped_storage().resizable():
+            held.pop(tensor.untyped_storage()._cdata, None)
+    return _copied(state, held)
+
+
+def places_in_buffers(state: State, buffers: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of the tensors whose memory is that of a buffer, also of earlier stages.
+
+    Empty if there is only one tensor, as later layers never write to that.
     """
     tensors = state.tensors()
     if len(tensors) < 2:
@@ -107,7 +103,7 @@ def places_in_buffers(state: State, buffers: Sequence[torch.Tensor]) -> list[int
 
 
 def with_marks(state: State, buffers: Sequence[int]) -> State:
-    """Mark tensors that lie in buffers, but not those that a layer has computed with a graph."""
+    """Mark tensors at positions `buffers` as memory of a buffer, unless they require a gradient."""
     tensors = state.tensors() if buffers else []
     for place in buffers:
         if not tensors[place].requires_grad:
@@ -116,14 +112,14 @@ def with_marks(state: State, buffers: Sequence[int]) -> State:
 
 
 def refuse_subclasses(left: State, where: str) -> None:
-    """Raise ModelError for tensors for other ranks that are of a class of their own.
+    """Raise ModelError for outputs of a tensor subclass, which would arrive as plain tensors.
 
-    They would arrive as plain ones. Here, as not all of them keep their class when detached.
+    Checked before outputs are detached, as not every subclass survives that.
     """
     for tensor in left.tensors():
         kind = type(tensor)
         is_base = kind is torch.Tensor or kind is nn.Parameter
-        if not is_base and not tensor.is_nested:  # the boundary refuses those by that name
+        if not is_base and not tensor.is_nested:  # the boundary raises for nested tensors
             raise ModelError(
                 f"{where}: expected plain tensors for the stages of other ranks, got a "
                 f"{kind.__module__}.{kind.__qualname__} of shape {tuple(tensor.shape)}, which "
@@ -140,7 +136,7 @@ def _tensors(nest: Any) -> list[torch.Tensor]:
 def _held_elsewhere(
     tensors: Sequence[torch.Tensor], given: Iterable[torch.Tensor]
 ) -> dict[int, Any]:
-    """Return the storages, by address, that tensors besides `tensors` and `given` refer to."""
+    """Return the storages, by address, that other tensors than `tensors` and `given` refer to."""
     storages: dict[int, Any] = {}
     counts: dict[int, int] = {}
     for tensor in tensors:
@@ -149,8 +145,8 @@ def _held_elsewhere(
             storages.setdefault(storage._cdata, storage)
             counts[storage._cdata] = counts.get(storage._cdata, 0) + 1
             del storage
-    # Of memory that torch did not allocate (NumPy's) nobody knows who refers to it. One more
-    # reference is that of `storages`.
+    # References to memory that torch did not allocate (NumPy's) are unknown. `storages` itself
+    # holds one more reference.
     held = {
         address: storage
         for address, storage in storages.items()
@@ -163,7 +159,7 @@ def _held_elsewhere(
 
 
 def _saved_storages(nodes: Iterable[Any]) -> set[int]:
-    """Return the addresses of all storages that a graph has saved tensors in."""
+    """Return the addresses of all storages of tensors that a graph has saved."""
     found: set[int] = set()
     for node in reachable_nodes(nodes):
         for name in dir(node):
@@ -177,7 +173,7 @@ def _saved_storages(nodes: Iterable[Any]) -> set[int]:
 
 
 def _plainly_saved(saved: Any) -> torch.Tensor | None:
-    """Return a saved tensor; None if it was saved by a hook, which may run a layer again."""
+    """Return a saved tensor; None if a hook has saved it, which may run a layer again."""
     tensor = getattr(saved, "data", None)
     is_seen = isinstance(tensor, torch.Tensor) and is_plain(tensor)
     return tensor if is_seen and getattr(saved, "unpack_hook", saved) is None else None
@@ -203,14 +199,13 @@ class RequiresGradTracker:
 
     def __init__(self) -> None:
         self._trained: list[bool] = []
-        # Kinds of runs of which every tensor made requires a gradient, as far as was seen: they
-        # need no graph to tell.
+        # Kinds of runs in which all created tensors required a gradient so far: they need no graph.
         self.all_require: set[Kind] = set()
-        self._last: dict[Kind, list[bool]] = {}  # what a graph told of each kind
-        self._varying: set[Hashable] = set()  # places where that was seen to change
+        self._last: dict[Kind, list[bool]] = {}  # the flags that the last graph of a kind showed
+        self._varying: set[Hashable] = set()  # places where flags have changed between runs
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin a step; forget everything if parameters were frozen or unfrozen."""
+        """Begin a step; discard what is known if parameters were frozen or unfrozen."""
         trained = [parameter.requires_grad for parameter in parameters]
         if trained != self._trained:
             self._trained = trained
@@ -225,7 +220,7 @@ class RequiresGradTracker:
         *,
         has_graph: bool,
     ) -> list[bool]:
-        """Return for each output whether it requires a gradient; `given`: the inputs."""
+        """Return whether each output requires a gradient; `given` are the inputs."""
         own = {id(tensor): tensor.requires_grad for tensor in given}
         if not has_graph:
             return [
@@ -234,7 +229,8 @@ class RequiresGradTracker:
         flags, place = [tensor.requires_grad for tensor in tensors], kind[0]
         if self._last.setdefault(kind, flags) != flags:
             self._varying.add(place)
-        made = [tensor for tensor in tensors if id(tensor) not in own and may_require(tensor)]
+        new = [tensor for tensor in tensors if id(tensor) not in own]
+        made = [tensor for tensor in new if tensor.is_floating_point() or tensor.is_complex()]
         if all(tensor.requires_grad for tensor in made) and place not in self._varying:
             self.all_require.add(kind)
         return flags
@@ -242,9 +238,10 @@ class RequiresGradTracker:
     def keep(
         self, runner: LayerRunner, promised: Sequence[bool], left: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Return the recomputed tensors that get a gradient; None for one that does not require it.
+        """Return the recomputed outputs `left` that get a gradient; None if one requires none.
 
-        Raises ModelError where one was not asked for and is needed.
+        `promised`: whether each output of the forward required a gradient. Raises ModelError if an
+        output requires one that was not promised.
         """
         if len(left) != len(promised):
             raise ModelError(
@@ -280,11 +277,6 @@ class RequiresGradTracker:
         self.all_require = {kind for kind in self.all_require if kind[0] != runner.place}
 
 
-def may_require(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's dtype can have gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _last(runner: LayerRunner) -> str:
-    """Name the layer whose output leaves a runner."""
+    """Return the name of a runner's last layer."""
     return runner.layers[-1].where

@@ -28,25 +28,21 @@ _LEAST: Final = 2.0**-16
 _MOST: Final = 2.0**24
 
 
-def check_precision(precision: str) -> None:
-    """Raise ConfigError for an unknown precision."""
-    if precision not in PRECISIONS:
-        raise ConfigError(
-            f"precision: unknown, expected one of {', '.join(PRECISIONS)}, got {precision!r}; "
-            f"choose one of them"
-        )
-
-
 def casting(
     precision: str, device: Device, *, shared: bool = True
 ) -> AbstractContextManager[object]:
     """Return a context manager in which forwards compute in `precision`.
 
-    bfloat16, float16: torch's autocast. Weights and the sums of their gradients keep their dtype;
-    boundaries have the dtype of the layers' outputs. float32: no autocast. `shared`: whether casts
-    of parameters are shared with other such blocks.
+    bfloat16 and float16 use torch's autocast: weights and the sums of their gradients keep their
+    dtype, boundaries have the dtype of the layers' outputs. float32 uses no autocast. `shared`:
+    whether casts of parameters are shared with other such blocks. Raises ConfigError for another
+    precision.
     """
-    check_precision(precision)
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"precision: unknown, expected one of {', '.join(PRECISIONS)}, got {precision!r}; "
+            f"choose one of them"
+        )
     dtype = PRECISIONS[precision]
     if dtype is None:
         return _AS_IT_IS
@@ -73,32 +69,27 @@ def keeping_casts(precision: str, device: Device) -> Iterator[None]:
 
 
 class StageCasts:
-    """The `casting` blocks of one stage, which never use casts of parameters that have changed."""
+    """Creates the `casting` blocks of one stage, and discards casts of changed parameters."""
 
     def __init__(self, precision: str, device: Device, parameters: Iterable[nn.Parameter]) -> None:
         self._precision, self._device = precision, device
         self.is_casting = precision != "float32"
         self._parameters = [] if precision == "float32" else list(parameters)
         self._last = self._versions()
-        self._known: dict[Hashable, bool] = {}  # whether this place changes its own weights
+        self._known: dict[Hashable, bool] = {}  # by place: whether its layers change weights
 
     def begin(self) -> None:
-        """Begin a step, whose cache of casts is empty."""
+        """Begin a step, in which autocast's cache is empty."""
         self._last = self._versions()
 
-    def block(self, place: Hashable, *, shared: bool = True) -> AbstractContextManager[object]:
+    @contextmanager
+    def block(self, place: Hashable, *, shared: bool) -> Iterator[None]:
         """Return a context manager for a run of the layers at `place`, see `casting`.
 
         Raises ModelError if they change a parameter that they did not change in their first run.
         """
-        if self._precision == "float32":
-            return _AS_IT_IS
-        return self._watched(place, shared=shared)
-
-    @contextmanager
-    def _watched(self, place: Hashable, *, shared: bool) -> Iterator[None]:
         before = self._versions()
-        if before != self._last:  # by a hook amid the backwards
+        if before != self._last:  # changed by a hook of a backward
             torch.clear_autocast_cache()
         with casting(self._precision, self._device, shared=shared):
             yield
@@ -123,7 +114,7 @@ class StageCasts:
 def casts_keep_their_graph() -> bool:
     """Return whether autocast records a cast again if its cached cast has no graph.
 
-    torch up to 2.10 returns the cached, detached cast: the weight would get no gradient.
+    torch up to 2.10 returns the cached cast without a graph, so the weight would get no gradient.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     x = torch.ones(1, 1)
@@ -183,15 +174,10 @@ class LossScale:
 def count_overflows(gradients: Iterable[torch.Tensor], device: Device) -> torch.Tensor:
     """Return the number of gradients with an infinity or NaN, float64[] on the device.
 
-    Gradients are summed and not yet divided by the scale. Does not wait for the device.
+    Gradients are summed, and not divided by the scale yet. Does not wait for the device.
     """
     present = [gradient for gradient in gradients if gradient.numel()]
     if not present:
         return torch.zeros((), dtype=torch.float64, device=device.torch)
     peaks = stacked(torch._foreach_norm(present, torch.inf))
     return torch.isfinite(peaks).logical_not_().sum().double()
-
-
-def scaling(precision: str) -> LossScale | None:
-    """Return a loss scale for float16; None for precisions with the range of float32."""
-    return LossScale() if precision == "float16" else None

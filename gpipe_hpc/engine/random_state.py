@@ -1,10 +1,11 @@
-"""Random numbers that depend only on (seed, step, micro-batch, layer); the user's do not change.
+"""Random numbers that depend on (seed, step, micro-batch, layer) only.
 
-Before each layer torch's generators are seeded with its key, which takes 3 us. Python's and NumPy's
-take ten times as long, and so they are seeded only for layers that are known to draw from them.
-The first run of a layer finds that out. One that begins to draw later is found by comparing the
-states of Python's and NumPy's generators once per forward of a stage: if they have moved, the
-forward runs once more with each layer seeded (see `LayerRunner.run`).
+Before each layer torch's generators are seeded with the layer's key, which takes 3 us. Seeding
+Python's and NumPy's generators takes ten times as long, so they are seeded only for layers that are
+known to draw from them. The first run of a layer shows whether it does. A layer that begins to draw
+later is found by comparing the states of Python's and NumPy's generators once per forward of a
+stage: if they have changed, the forward runs once more with all generators seeded for each layer
+(see `LayerRunner.run`). Afterwards the user's generators have the states that they had before.
 """
 
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from operator import methodcaller
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -42,10 +44,10 @@ _NOTHING: Final = nullcontext()
 
 
 class ProcessState(NamedTuple):
-    """The states of Python's generator and of NumPy's global one.
+    """The states of Python's and NumPy's global generators.
 
-    `numpy`: in the form that `restore` needs; None if it was not asked for, or if the program has
-    replaced the generator that NumPy comes with. `numpy_bytes`: in the form that is compared.
+    `numpy` is the state as `restore` needs it; None if it was not requested, or if the program has
+    replaced NumPy's default generator. `numpy_bytes` is the state as it is compared.
     """
 
     python: tuple[Any, ...]
@@ -56,16 +58,16 @@ class ProcessState(NamedTuple):
     def now(
         cls, earlier: "ProcessState | None" = None, *, can_restore: bool = True
     ) -> "ProcessState":
-        """Return the present states; NumPy's for `restore` takes 40 us, the others 7.
+        """Return the present states. Reading `numpy` takes 40 us, the rest 7 us.
 
-        `earlier`: a state whose form for `restore` is used again if NumPy has not drawn since.
+        `earlier`: states of which `numpy` is used again if NumPy has not drawn since.
         """
         numpy_bytes = _numpy_bytes()
         numpy: Any = None
         if can_restore and numpy_bytes:
             is_same = earlier is not None and earlier.numpy_bytes == numpy_bytes
             numpy = earlier.numpy if earlier is not None and is_same else None
-            # A second normal number is kept outside these bytes, so drawing it changes none.
+            # NumPy keeps every second normal number outside these bytes: drawing it changes none.
             if numpy is None or numpy[_HAS_NORMAL]:
                 numpy = np.random.get_state()
         return cls(random.getstate(), numpy, numpy_bytes)
@@ -81,15 +83,15 @@ class ProcessState(NamedTuple):
         return _has_moved(self.python, before.python), self.numpy_bytes != before.numpy_bytes
 
     def is_left(self) -> bool:
-        """Return whether one of the two has moved since."""
+        """Return whether the present states differ from these."""
         return _numpy_bytes() != self.numpy_bytes or _has_moved(random.getstate(), self.python)
 
 
 def _has_moved(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     """Return whether two states of Python's generator differ, by comparing a few words.
 
-    Each draw moves the position, the last word; where that begins again the others change too, and
-    another seed makes other ones.
+    Each draw changes the position, the last word. When it wraps around the other words change too,
+    as they do with another seed.
     """
     return (now[1][-1], now[1][:3], now[2:]) != (before[1][-1], before[1][:3], before[2:])
 
@@ -97,8 +99,8 @@ def _has_moved(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
 def _numpy_bytes() -> bytes:
     """Return the state of NumPy's global generator for comparison; empty if it is no MT19937.
 
-    They lie where `BitGenerator.ctypes.state_address` says. `get_state` takes a hundred times as
-    long, and as long as a forward of some layers.
+    The state is read at `BitGenerator.ctypes.state_address`, as `get_state` takes a hundred times
+    as long, which is the time of a forward of some layers.
     """
     module: Any = np.random
     generator = module.get_bit_generator()
@@ -108,25 +110,16 @@ def _numpy_bytes() -> bytes:
     return state
 
 
-class _GeneratorWords:
-    """The state of a Mersenne Twister as NumPy can view it: 624 words and the position in them."""
-
-    def __init__(self, address: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, True),
-            "shape": (625,),
-            "typestr": "<u4",
-        }
-
-
 @lru_cache(maxsize=4)  # which keeps the generator, and so its memory
 def _memory_of(generator: np.random.MT19937) -> Any:
-    return np.asarray(_GeneratorWords(generator.ctypes.state_address))
+    """Return a view of a generator's state: 624 words, and the position in them."""
+    memory = (generator.ctypes.state_address, True)
+    words = {"version": 3, "data": memory, "shape": (625,), "typestr": "<u4"}
+    return np.asarray(SimpleNamespace(__array_interface__=words))
 
 
 class OwnGenerator(NamedTuple):
-    """Calls that seed, read and restore one generator that is an attribute of a layer."""
+    """The functions that seed, read and restore a generator that is an attribute of a layer."""
 
     seed: Callable[[int], object]
     state: Callable[[], Any]
@@ -134,9 +127,15 @@ class OwnGenerator(NamedTuple):
 
 
 class DrawsFrom:
-    """The generators that one layer draws from, in one mode (training or not), as far as known.
+    """The generators that one layer is known to draw from in one mode (training or evaluation).
 
-    `is_suspected`: torch's generators moved in one of its runs, and it is not known why.
+    Args:
+        own: The generators that the layer has as attributes.
+
+    Attributes:
+        is_known: The layer has run once, and its use of Python's and NumPy's generators was seen.
+        is_suspected: torch's generators changed in one of its runs, and the cause is not known.
+        torch, python, numpy: Whether it draws from these default generators.
     """
 
     __slots__ = ("is_known", "is_suspected", "numpy", "own", "python", "torch")
@@ -152,28 +151,23 @@ class DrawsFrom:
         return self.is_known and not (self.is_suspected or self.python or self.numpy or self.own)
 
 
-class Drawn(NamedTuple):
-    """Hashes of the states of the generators after a run of a layer; None for unused ones."""
+Drawn = tuple[int | None, int | None, int | None]
+"""Hashes of torch's, Python's and NumPy's states after a run of a layer; None for unused ones."""
 
-    torch: int | None = None
-    python: int | None = None
-    numpy: int | None = None
-
-
-_NOTHING_DRAWN: Final = Drawn()
+NOTHING_DRAWN: Final[Drawn] = (None, None, None)
 
 
 class DrawWatch(TorchDispatchMode):
-    """Detects calls of torch functions that draw from its default generators, on this thread.
+    """Detects calls on this thread of torch functions that draw from the default generators.
 
-    Another thread may move them, too. Compiled code stays compiled under it.
+    Comparing the generators' states would also detect draws of other threads.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled layers stay compiled in this mode."""
+        """Return True, so that compiled layers run compiled in this mode."""
         return True
 
     def __init__(self, draws: DrawsFrom) -> None:
@@ -184,7 +178,7 @@ class DrawWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run one function."""
+        """Run one function and note whether it draws from a default generator."""
         keywords = kwargs or {}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             arguments = func._schema.arguments
@@ -199,36 +193,32 @@ class DrawWatch(TorchDispatchMode):
 class RandomState:
     """The generators that the layers of a stage may draw from.
 
-    Used as a block around the layers of one forward: within it no other rank of this process runs
-    its layers, and afterwards all generators are as they were.
+    A context manager around the layers of one forward: meanwhile no other rank of this process runs
+    layers, and afterwards the states of all generators are restored.
     """
 
     def __init__(self, device: Device) -> None:
         self.generators = device.generators()
         self.seeds = [generator.manual_seed for generator in self.generators]
-        self.num_learned = 0  # how often a run has found out what some layer draws from
-        self.was_disturbed = False  # whether others draw from torch's generators within our steps
-        # Python's and NumPy's are seeded before every layer: for layers that cannot run once more.
+        self.num_learned = 0  # number of times that a run has changed what is known of a layer
+        self.was_disturbed = False  # whether other code draws from torch's generators in our steps
+        # Seed Python's and NumPy's before every layer, as the layers cannot run once more.
         self.seeds_all = False
-        self._torch: list[torch.Tensor] | None = (
-            None  # torch's states outside the block or backward
-        )
-        self._left: list[torch.Tensor] | None = (
-            None  # torch's as the last block of the step left it
-        )
-        self._process: ProcessState | None = (
-            None  # Python's and NumPy's outside the blocks of a step
-        )
-        self._earlier: ProcessState | None = None  # the same, in the step before
+        # torch's states outside the present block or backward, and at the end of the last block.
+        self._torch: list[torch.Tensor] | None = None
+        self._left: list[torch.Tensor] | None = None
+        # Python's and NumPy's states outside the blocks of this step, and of the step before.
+        self._process: ProcessState | None = None
+        self._earlier: ProcessState | None = None
         self._num_searches = 0  # forwards run once more in which no layer was found to draw
         self._has_warned = False
         # Of the layer that runs now:
-        self._own: list[Any] = []  # the states that its own generators had
-        self._found = (False, False)  # what was known before of its draws from torch's
+        self._own: list[Any] = []  # the earlier states of its own generators
+        self._found = (False, False)  # what was known of its draws from torch's before this run
         self._seeded_torch: list[torch.Tensor] | None = None  # as seeded, if this run compares them
         self._seeded_process: ProcessState | None = None
         self._is_process_seeded = False
-        self._has_moved = False  # Python's or NumPy's, by a layer of this block
+        self._has_moved = False  # whether a layer of this block moved Python's or NumPy's
 
     def begin(self) -> None:
         """Begin a step or an evaluation; draws since the last one are ignored."""
@@ -237,7 +227,7 @@ class RandomState:
     def __enter__(self) -> "RandomState":
         """Save the states of the generators."""
         GENERATOR_LOCK.acquire()
-        # Not once per step: ranks that are threads would save one another's seeds.
+        # Not once per step: ranks that are threads would save each other's seeds.
         self._torch = list(map(_GET_STATE, self.generators))
         self._has_moved = False
         if self._process is None:
@@ -254,9 +244,10 @@ class RandomState:
         GENERATOR_LOCK.release()
 
     def look_for_others(self, *, torchs: bool, process: bool) -> None:
-        """Detect, when a block begins, draws of other code since the last block of the step.
+        """Detect draws of other code since the last block of the step.
 
-        `torchs`: a layer draws from torch's generators; `process`: one from Python's or NumPy's.
+        `torchs`: a layer draws from torch's generators; `process`: one draws from Python's or
+        NumPy's.
         """
         if torchs:
             if self._left is not None and self._torch is not None:
@@ -267,9 +258,9 @@ class RandomState:
             self._process = ProcessState.now()
 
     def seed(self, key: int, draws: DrawsFrom, *, inspects: bool) -> AbstractContextManager[object]:
-        """Seed for the run of one layer; return the block to run it in, with `finish` after it.
+        """Seed the generators for one layer; return a context to run it in, before `finish`.
 
-        `inspects`: find out whether it has begun to draw from torch's generators.
+        `inspects`: detect whether the layer has begun to draw from torch's generators.
         """
         for seed in self.seeds:
             seed(key)
@@ -277,8 +268,8 @@ class RandomState:
         self._found = draws.is_suspected, draws.torch
         if is_new or self.seeds_all or draws.python or draws.numpy:
             if not self.seeds_all:
-                # Afterwards both are put back, so what an earlier layer drew is noticed here.
-                assert self._process is not None, "taken at the begin of the block"
+                # `finish` restores both, so draws of earlier layers are detected here.
+                assert self._process is not None, "saved when the block begins"
                 self._has_moved |= self._process.is_left()
             self._is_process_seeded = True
             if draws.python or is_new or self.seeds_all:
@@ -298,7 +289,7 @@ class RandomState:
         return _NOTHING
 
     def finish(self, draws: DrawsFrom, *, measures: bool) -> Drawn:
-        """End the run of a layer; return how far it drew, if `measures`."""
+        """End the run of a layer; return hashes of the states after it, if `measures`."""
         for own, state in zip(draws.own, self._own, strict=True):
             own.restore(state)
         self._own = []
@@ -316,20 +307,17 @@ class RandomState:
         elif (draws.is_suspected, draws.torch) != self._found:
             self.num_learned += 1
         draws_any = draws.torch or draws.is_suspected or draws.python or draws.numpy
-        drawn = self._drawn(draws) if measures and draws_any else _NOTHING_DRAWN
+        drawn = self._drawn(draws) if measures and draws_any else NOTHING_DRAWN
         if self._is_process_seeded and not self.seeds_all:  # else at the end of the block
             self._restore_process()
         return drawn
 
-    def drawn_from_torch(self) -> Drawn:
-        """Return how far a layer drew that draws from torch's generators alone."""
-        return Drawn(hash(b"".join([s.numpy().tobytes() for s in _states(self.generators)])))
-
     def _drawn(self, draws: DrawsFrom) -> Drawn:
-        torchs = self.drawn_from_torch().torch if draws.torch or draws.is_suspected else None
-        if not (draws.python or draws.numpy):
-            return Drawn(torchs)
-        return Drawn(
+        torchs = None
+        if draws.torch or draws.is_suspected:
+            states = map(_GET_STATE, self.generators)
+            torchs = hash(b"".join([state.numpy().tobytes() for state in states]))
+        return (
             torchs,
             hash(random.getstate()) if draws.python else None,
             hash(_numpy_bytes()) if draws.numpy else None,
@@ -338,11 +326,11 @@ class RandomState:
     def has_moved(self) -> bool:
         """Return whether Python's or NumPy's generator has moved since the block began.
 
-        What was known to draw from them has been put back already.
+        The draws of layers that are known to draw from them do not count: their effect is undone.
         """
         if self.seeds_all:
             return False
-        assert self._process is not None, "taken at the begin of the block"
+        assert self._process is not None, "saved when the block begins"
         before = self._process
         if not self._has_moved and not before.is_left():
             return False
@@ -357,7 +345,7 @@ class RandomState:
         return True
 
     def end_search(self, *, has_found: bool) -> None:
-        """End a repeated forward; if no layer was found to draw, other code's draws are kept."""
+        """End a repeated forward; if a layer was found to draw, restore the states before it."""
         if has_found:
             self._process = self._before_search
             self._restore_process()
@@ -365,12 +353,12 @@ class RandomState:
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
-        """Return a block, within one of ours, in which other ranks of this process may draw."""
+        """Return a block, within one of a forward, in which other ranks of this process may run."""
         outside = self._torch
         if outside is None:
             yield
             return
-        torchs = _states(self.generators)
+        torchs = list(map(_GET_STATE, self.generators))
         process = ProcessState.now() if self._is_process_seeded else None
         _set_states(self.generators, outside)
         if process is not None and self._process is not None:
@@ -387,9 +375,10 @@ class RandomState:
     def backward(self, *, lets_go: bool) -> AbstractContextManager[object]:
         """Return a block for a backward in which no other rank of this process draws.
 
-        `torch.utils.checkpoint` within a layer seeds the process's generators there and runs the
-        layer's forward again. On a device such a backward runs on a thread of torch's own, which
-        could not let go: there the lock is not taken. `lets_go`: `let_go` may be called within.
+        `torch.utils.checkpoint` within a layer seeds the process's generators in a backward and
+        runs the layer's forward again. On a device it does so on a thread of torch's own, which
+        could not release the lock, so the lock is not taken there. `lets_go`: whether `let_go` may
+        be called within the block.
         """
         if len(self.generators) > 1:
             return _NOTHING
@@ -398,14 +387,14 @@ class RandomState:
     @contextmanager
     def _backward_that_lets_go(self) -> Iterator[None]:
         with GENERATOR_LOCK:
-            self._torch = _states(self.generators)
+            self._torch = list(map(_GET_STATE, self.generators))
             try:
                 yield
             finally:
                 self._torch = None
 
     def _restore_process(self) -> None:
-        assert self._process is not None, "taken at the begin of the block"
+        assert self._process is not None, "saved when the block begins"
         self._process.restore()
         self._is_process_seeded = False
 
@@ -423,7 +412,7 @@ class RandomState:
 def own_generators(layer: nn.Module, without: Collection[int]) -> tuple[OwnGenerator, ...]:
     """Return the generators that are attributes of a layer or of its submodules, each once.
 
-    `without`: the ids of those that are seeded as others already.
+    `without`: the ids of generators to leave out, because they are seeded already.
     """
     found: dict[int, OwnGenerator] = {}
     for _, module in sorted(layer.named_modules(), key=lambda item: item[0]):
@@ -455,10 +444,6 @@ def _as_own(value: Any) -> OwnGenerator | None:
             lambda key: restore(kind(numpy_words(key)).state), lambda: bits.state, restore
         )
     return None
-
-
-def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    return list(map(_GET_STATE, generators))
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:

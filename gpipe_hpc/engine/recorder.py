@@ -1,11 +1,10 @@
-"""Times at which the actions of a step began and ended."""
+"""Start and end times of the actions of a step."""
 
 import math
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -20,12 +19,12 @@ Now = Callable[[], float]
 
 
 class StepStart:
-    """The first mark of a step, and the host time at which the device reached it.
+    """The event at the start of a step, and the host time at which the device reached it.
 
     Args:
         mark: The event on the device's stream.
         put_s: Host time at which the event was recorded.
-        before: The start of the step before, from which the time is computed; None if the device
+        before: The start of the previous step, from which the time is computed; None if the device
             was idle and reached the event at once.
         now: The host's clock.
     """
@@ -37,13 +36,13 @@ class StepStart:
         self._put_s, self._seen_s, self._before, self._now = put_s, float("inf"), before, now
 
     def look(self) -> bool:
-        """Return whether the device has reached the mark, and note the time when it first has."""
+        """Return whether the device has reached the event; store when this was first seen."""
         if self._seen_s == float("inf") and self.mark.query():
             self._seen_s = self._now()
         return self._seen_s < float("inf")
 
     def seconds(self) -> float:
-        """Return the host time in seconds; the device must have reached the mark."""
+        """Return the host time in seconds; the device must have reached the event."""
         if self._before is not None:
             earlier = self._before
             self.look()
@@ -63,7 +62,7 @@ class DeviceClock:
         self._device, self._now = device, now
         device.synchronize()
         put_s = now()
-        # Starts that may still be read, the newest last.
+        # Starts of steps that may still be read, the newest last.
         self._steps = deque([StepStart(self._marked(), put_s, None, now)])
         self._is_new = False
 
@@ -78,7 +77,7 @@ class DeviceClock:
         """Begin a step."""
         while len(self._steps) > 1 and self._steps[1].look():
             self._steps.popleft()
-            self._steps[0].seconds()  # lets go of the step before it
+            self._steps[0].seconds()  # which releases the start of the step before it
         put_s = self._now()
         self._steps.append(StepStart(self._marked(), put_s, self._steps[-1], self._now))
         self._is_new = True
@@ -91,7 +90,7 @@ class DeviceClock:
 
 
 class ActionSpan(NamedTuple):
-    """An action between two marks."""
+    """An action, and the marks at its start and its end."""
 
     action: Action
     start: Mark
@@ -99,10 +98,10 @@ class ActionSpan(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """When a rank computed in a step: for how long in all, and between which moments.
+    """Total compute time of a rank in a step, and its first start and last end.
 
-    Seconds of the host's monotonic clock. A rank that computed nothing has no moments: its start
-    is later, and its end earlier, than any other.
+    Seconds of the host's monotonic clock. If a rank computed nothing, `start_s` is infinite and
+    `end_s` minus infinity.
     """
 
     busy_s: float
@@ -111,9 +110,9 @@ class StepTimes(NamedTuple):
 
 
 class ActionTimes(NamedTuple):
-    """The actions of a step, and start and end of each in turn; 16 bytes an action.
+    """The actions of a step, with start and end of each in turn in `seconds`.
 
-    Compute, and actions that overlap with it: reductions and gathered parameters.
+    Contains compute, and the actions that overlap with it: reductions and gathers of parameters.
     """
 
     actions: tuple[Action, ...]
@@ -121,12 +120,12 @@ class ActionTimes(NamedTuple):
 
     @property
     def busy_s(self) -> float:
-        """Return how long all compute took together."""
+        """Return the total time of compute actions in seconds."""
         return sum(end - start for start, end in self._computed())
 
     @property
     def times(self) -> StepTimes:
-        """Return when there was compute."""
+        """Return total, first start and last end of compute actions."""
         computed = self._computed()
         if not computed:
             return StepTimes(0.0)
@@ -137,7 +136,7 @@ class ActionTimes(NamedTuple):
         return [(start, end) for action, start, end in spans if action.op in COMPUTE]
 
     def events(self, rank: int) -> tuple[Event, ...]:
-        """Return them as events of a rank."""
+        """Return the actions as events of a rank."""
         starts, ends = self.seconds[0::2], self.seconds[1::2]
         return tuple(map(Event, repeat(rank), self.actions, starts, ends))
 
@@ -145,47 +144,35 @@ class ActionTimes(NamedTuple):
 def on_one_clock(
     ranks: Sequence[tuple[int, float, tuple[Event, ...]]],
 ) -> tuple[tuple[Event, ...], ...]:
-    """Return the events of all ranks on the clock of the first; clocks of hosts differ by days.
+    """Return the events of all ranks on the clock of the first rank.
 
-    `ranks`: for each the identity of its clock, that clock's time at a moment common to all ranks,
-    and its events.
+    `ranks`: for each rank the identity of its clock, the time on that clock at a moment common to
+    all ranks, and its events.
     """
     first_clock, first_s, _ = ranks[0]
-    return tuple(
-        events
-        if clock == first_clock
-        else tuple(_later(event, first_s - common_s) for event in events)
-        for clock, common_s, events in ranks
-    )
-
-
-def _later(event: Event, by_s: float) -> Event:
-    return event._replace(start_s=event.start_s + by_s, end_s=event.end_s + by_s)
-
-
-class _OverlappedSpan:
-    """An action that overlaps with compute; another thread may set its end."""
-
-    def __init__(self, action: Action, start: Mark) -> None:
-        self._action, self._start = action, start
-        self._end: Mark | None = None
-
-    def end(self, mark: Callable[[], Mark]) -> None:
-        self._end = mark()
-
-    def span(self, mark: Callable[[], Mark]) -> ActionSpan:
-        """Return its span, until now if it has not ended."""
-        return ActionSpan(self._action, self._start, mark() if self._end is None else self._end)
+    found = []
+    for clock, common_s, events in ranks:
+        by_s = 0.0 if clock == first_clock else first_s - common_s
+        moved = (e._replace(start_s=e.start_s + by_s, end_s=e.end_s + by_s) for e in events)
+        found.append(tuple(moved))
+    return tuple(found)
 
 
 class StepMarks:
-    """Start and end of each action of one step, as marks that are read on demand."""
+    """Start and end of each action of one step, as marks that are converted to times on demand.
+
+    A mark is a host time in seconds, or an event on an accelerator.
+
+    Args:
+        mark: Returns a mark of the present moment.
+        begin: The start of the step on an accelerator; else None.
+    """
 
     def __init__(self, mark: Callable[[], Mark], begin: StepStart | None = None) -> None:
-        """`mark` returns the current mark; `begin` is the start of the step on an accelerator."""
         self._begin, self._mark = begin, mark
         self.spans: list[ActionSpan] = []  # of compute
-        self._overlapped: list[_OverlappedSpan] = []
+        # Actions that overlap with compute, each with a list that gets its end, by any thread.
+        self._overlapped: list[tuple[Action, Mark, list[Mark]]] = []
         self._read: ActionTimes | None = None
 
     def add(self, action: Action, start: Mark) -> None:
@@ -194,25 +181,29 @@ class StepMarks:
 
     def add_overlapped(self, action: Action, start: Mark, pending: CollectiveHandle) -> None:
         """Record an action that overlaps with compute, from `start` until `pending` is done."""
-        overlapped = _OverlappedSpan(action, start)
-        self._overlapped.append(overlapped)
-        pending.when_done(partial(overlapped.end, self._mark))
+        mark = self._mark  # not self, which `pending` would keep alive
+        ends: list[Mark] = []
+        self._overlapped.append((action, start, ends))
+        pending.when_done(lambda: ends.append(mark()))
 
     @property
     def moments(self) -> ActionTimes:
-        """Return the step's actions in seconds of the host's monotonic clock; marks are read once.
+        """Return the times of the step's actions on the host's monotonic clock; read once.
 
-        Overlapping actions that have not ended are taken to end now.
+        The end of an overlapping action that has not ended is now.
         """
         num_marked = len(self.spans) + len(self._overlapped)
         if self._read is None or len(self._read.actions) != num_marked:
-            overlapped = [each.span(self._mark) for each in self._overlapped]
+            overlapped = [
+                ActionSpan(action, start, ends[0] if ends else self._mark())
+                for action, start, ends in self._overlapped
+            ]
             self._read = self._moments([*self.spans, *overlapped])
         return self._read
 
     @property
     def times(self) -> StepTimes:
-        """Return when this rank computed; overlapping actions may still be running."""
+        """Return the compute times of this rank; overlapping actions may still be running."""
         return self._moments(self.spans).times
 
     def _moments(self, spans: Sequence[ActionSpan]) -> ActionTimes:
@@ -224,7 +215,7 @@ class StepMarks:
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):
             return mark
-        assert self._begin is not None, "a device's marks have a beginning"
+        assert self._begin is not None, "given with marks that are events"
         wait_for_mark(mark)
         return self._begin.seconds() + seconds_between(self._begin.mark, mark)
 
@@ -240,7 +231,3 @@ class Recorder:
     def start_step(self) -> None:
         """Begin a new step; marks of earlier steps stay readable."""
         self.step = StepMarks(self.mark, self._clock.begin() if self._clock else None)
-
-    def add_overlapped(self, action: Action, start: Mark, pending: CollectiveHandle) -> None:
-        """Record an action that overlaps with compute, from `start` until `pending` is done."""
-        self.step.add_overlapped(action, start, pending)

@@ -1,4 +1,4 @@
-"""One run of a table: the batch, the random keys and the loss that it uses, and its outcome."""
+"""One run of a table: the batch, the random keys and the loss function, and its results."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,18 +17,20 @@ register_boundary_type(Whole)
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a table: a step, or an evaluation. None for what this rank does not need.
+    """One run of a table: a training step, an evaluation or a prediction.
 
     Args:
-        lane: "training" or "evaluation", which expect other tensors of a channel.
-        keys: Returns, for a micro-batch of this replica, the random key of each layer.
-        num_layers: Of the whole model; the key after them is that of the loss.
-        inputs, targets: By micro-batch.
-        loss_fn: None if the outputs themselves are wanted.
-        seed: The gradient that backward starts from, a scalar; None for 1.
-        step: How many steps were done before.
-        digests: Of the caller's data, if ranks compare them in this step.
-        is_cut: The batch is trained on in several pieces.
+        lane: ``training``, ``evaluation`` or ``prediction``; a channel remembers the structure of
+            its tensors for each.
+        keys: Returns a function for each micro-batch of this replica, which returns the random key
+            of each layer.
+        num_layers: The number of layers of the model, which is the layer index of the loss.
+        inputs, targets: The data of each micro-batch; None if this rank does not use it.
+        loss_fn: The loss function; None to return outputs instead of a loss.
+        seed: The gradient that a backward starts from, a scalar; None for 1.
+        step: The number of earlier steps.
+        digests: Digests of the caller's data, if ranks compare them in this step.
+        is_cut: The batch is divided into several micro-batches.
     """
 
     lane: str
@@ -45,10 +47,12 @@ class Run:
 
 @dataclass
 class Outcome:
-    """Results of a run of a table on this rank, by micro-batch of this replica; without graphs.
+    """Results of a run of a table on this rank, without graphs.
 
-    `losses` and `outputs` come from the last stage. `noted`: reports of layers, and of the loss as
-    the layer after the last. `samples`: the number that passed each stage of this rank.
+    Attributes:
+        losses, outputs: Results of the last stage, by micro-batch of this replica.
+        noted: Losses and metrics that layers and the loss function added, by micro-batch.
+        samples: The number of samples that passed each stage of this rank.
     """
 
     losses: dict[int, LossTerm] = field(default_factory=dict)
@@ -60,6 +64,10 @@ class Outcome:
 def random_keys(
     seed: int, step: int, microbatches: range, layers: Sequence[int]
 ) -> Callable[[int], LayerKey]:
-    """Return the published keys of a step: of `layers`, for `microbatches` of the global batch."""
+    """Return the random keys of a step (see `docs/reference/random-keys.md`).
+
+    The result maps a position in `microbatches`, a range of the global batch, to a function that
+    maps a global layer index to its key.
+    """
     keys = microbatch_keys(seed, step, microbatches, layers)
     return [of_layer.__getitem__ for of_layer in keys].__getitem__

@@ -1,8 +1,8 @@
-"""Check that the ranks of a replica got the same samples, by digests in the step's all-reduce.
+"""Check that the ranks of a replica get the same samples, by digests in the step's all-reduce.
 
 The first rank uses inputs and the last one targets. If each shuffles on its own, inputs are paired
-with targets of other samples. So the ranks with data sum digests of their targets, or of their
-inputs if not all have targets, with weights that make the sum 0 if all digests are equal.
+with targets of other samples. So the ranks with data add digests of their targets, or of their
+inputs if not all have targets, with factors that make the sum 0 if all digests are equal.
 """
 
 import logging
@@ -24,12 +24,12 @@ from gpipe_hpc.schedule import Placement
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 NUM_DIGESTS: Final = 4
-"""Count of numbers sent: for targets and inputs a digest, and the number of ranks without it."""
+"""Numbers in the all-reduce: for targets and inputs a digest, and a count of ranks without it."""
 
 _FIRST_STEPS: Final = 3
 _EVERY: Final = 1000
 _MOST_NUMBERS: Final = 2**14  # of a tensor, spread over all of it
-_MOST_VALUES: Final = 2**10  # of a nest that are no tensors
+_MOST_VALUES: Final = 2**10  # of values in a nest that are not tensors
 _MOST_TEXT: Final = 2**10
 _BITS: Final = 36  # sums of digests are exact in float64, for 2**17 ranks with data
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
@@ -69,12 +69,12 @@ class SameData:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether there are sums that were not checked yet."""
+        """Return whether there are sums that have not been checked yet."""
         return bool(self._unread)
 
     def judge(self) -> None:
         """Warn, once, if ranks of a replica got different data."""
-        # Only sums that have arrived: reading those of a later step would wait for the device.
+        # Only sums that have arrived on the host: reading later ones would wait for the device.
         while self._unread and (sums := self._unread[0][1].poll()) is not None:
             step, _ = self._unread.popleft()
             differing = _differing(sums.tolist())
@@ -106,9 +106,9 @@ def _differing(sums: Sequence[float]) -> str | None:
 def digest(nest: Nest) -> Tensor | float:
     """Return an integer below 2**36 that depends on the values of a nest and their order.
 
-    Equal nests have equal digests on any device and in any precision from float32 up. Of a large
-    tensor only some elements count. For a tensor on an accelerator the digest is a float64[] on
-    that device.
+    Equal nests have equal digests on any device and in any precision from float32 up. Only some
+    elements of a large tensor are read. If tensors are on an accelerator, the digest is a float64[]
+    on that device.
     """
     leaves, _ = flatten(nest)
     known = len(leaves)
@@ -155,7 +155,7 @@ def _mixed(leaf: object) -> Tensor | None:
             place = _counting(numbers, len(numbers)) * _FACTORS[0]
             weights = (place ^ (place >> 29)) * _FACTORS[1] | 1
             numbers = numbers * _FACTORS[2]
-            # High bits reach low ones, too: floats of few digits differ in their high bits alone.
+            # Mix high bits into low ones, as floats with few digits differ in high bits only.
             return ((numbers ^ (numbers >> 32 & 2**32 - 1)) * weights).sum()
     except (RuntimeError, TypeError, ValueError):  # a kind of tensor without these operators
         return None

@@ -5,12 +5,12 @@
                        v                                  v
                   saved[microbatch]  ....................  gradients of `leaves`
 
-A forward that trains keeps autograd's graph. With recomputation (GPipe's trade) it keeps the input
-alone, and R builds the graph just before B needs it. A backward can be split: I makes the gradients
-of the input, W those of the weights.
+A forward in training keeps autograd's graph. With recomputation (GPipe's trade) it keeps only the
+input, and R builds the graph just before B needs it. A backward can be split: I computes the
+gradients of the input, W those of the weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -24,12 +24,10 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.batches import Output
 from gpipe_hpc.comm.collectives.group import Group
-from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.draws import BackwardDraws
-from gpipe_hpc.engine.backward.outsiders import NUM_LOOKED, ForeignParameters
-from gpipe_hpc.engine.backward.splitting import Deferred
+from gpipe_hpc.engine.backward.splitting import Deferred, accumulate_gradients, edge_of
 from gpipe_hpc.engine.buffers import FoundBuffer, ReturnedBuffer
-from gpipe_hpc.engine.inputs import Intake
+from gpipe_hpc.engine.inputs import Intake, State
 from gpipe_hpc.engine.layer_runner import (
     NOTHING_AROUND,
     ForwardOptions,
@@ -42,18 +40,18 @@ from gpipe_hpc.engine.layer_runner import (
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.outputs import (
     REQUIRES_GRAD,
-    OutputIsolation,
     RequiresGradTracker,
     copy_if_shared,
+    copy_unless_saved,
     places_in_buffers,
     refuse_subclasses,
     with_marks,
 )
+from gpipe_hpc.engine.outsiders import NUM_LOOKED, ForeignParameters
 from gpipe_hpc.engine.precision import StageCasts, casts_keep_their_graph
 from gpipe_hpc.engine.run import Outcome, Run
-from gpipe_hpc.engine.stage_loss import StageLoss
-from gpipe_hpc.engine.stages.routes import BATCH, State
-from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.stage import Stage, StageLoss
+from gpipe_hpc.engine.wiring import BATCH
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import SumOver, normalising_together
 from gpipe_hpc.pytree import Nest, map_tensors, tensors_of
@@ -61,14 +59,17 @@ from gpipe_hpc.torch_compat import can_split_backward, storage_use_count
 
 Gradients = Sequence[torch.Tensor | None]
 _VERSION: Final = attrgetter("_version")
-_ALONE: Final = 2  # references to memory that no other tensor shares: the tensor, and `_is_alone`
+_ALONE: Final = 2  # references to memory that only one tensor uses: its own, and `_is_alone`'s
 
 
 class ForwardPlan(NamedTuple):
-    """How one forward runs, according to the table.
+    """Properties of one forward that follow from the table.
 
-    `splits`: the backward runs as I and W. `offloads`: saved tensors move to the host until FETCH.
-    `shares_casts`: casts of weights are shared with all micro-batches of the step.
+    Args:
+        mode: RECORD if the table recomputes the micro-batch, TRAIN if it does not, else EVALUATE.
+        splits: The backward runs as I and W.
+        offloads: Saved tensors are moved to the host until FETCH.
+        shares_casts: Autocast shares casts of weights with all micro-batches of the step.
     """
 
     mode: RunMode
@@ -83,12 +84,12 @@ class SavedRun(NamedTuple):
     Args:
         runner: The layers.
         leaves: The tensors of their input that require a gradient.
-        edges: Where the backward enters the graph, one for each gradient of the output. Edges, not
-            tensors, so that the output's memory is free once it is sent.
-        starts: Where it enters too, at losses, each with the first gradient.
+        edges: Where the backward starts in the graph, one for each gradient of the output. Edges
+            instead of tensors, so that the output's memory is free once it is sent.
+        starts: Where it starts besides, at losses, each with its first gradient.
         given, record: The input and the record of the forward, for an R; None if there is no R.
         promised: Which outputs of the forward get a gradient.
-        versions: Of the tensors in `given`.
+        versions: The versions of the tensors in `given`.
     """
 
     runner: LayerRunner
@@ -105,8 +106,13 @@ class SavedRun(NamedTuple):
 class Saved:
     """State of one micro-batch, kept between its forward and its backward.
 
-    `num_leaves`: the number of gradients for each source, if there are several. `deferred`: the
-    weight gradients for W. `host`: the saved tensors, which move between OFFLOAD and FETCH.
+    Args:
+        num_samples: The number of samples.
+        num_leaves: The number of gradients for each source, if there are several.
+        deferred: The weight gradients for W, if the backward is split.
+        host: The saved tensors that are moved to the host from OFFLOAD to FETCH, if any.
+        shares_casts: See `ForwardPlan`.
+        runs: One run of all layers; several if only some layers are recomputed.
     """
 
     num_samples: int
@@ -123,10 +129,11 @@ class StageRunner:
     An empty micro-batch (no samples) calls no layer and adds nothing.
 
     Args:
+        stage: The stage.
         peers: The ranks over which BatchNorm layers normalise a micro-batch; None for this one.
-        intake: Copies targets to the device; None for one of its own.
-        room: Where OFFLOAD moves saved tensors; None if the table has no OFFLOAD.
-        sends: Whether other ranks get its outputs.
+        intake: Copies targets to the device; created if None.
+        room: Pinned memory for OFFLOAD; None if the table has no OFFLOAD.
+        sends: Whether outputs are sent to other ranks.
         outsiders: The parameters that backwards must not reach.
     """
 
@@ -146,11 +153,11 @@ class StageRunner:
         self.saved: dict[int, Saved] = {}
         self._deferred: dict[int, Deferred] = {}
         routes = stage.routes
-        self._is_first = routes.sources[0].stage == BATCH
+        self._is_first = BATCH in routes.sources
         self._is_last = not routes.destinations
-        # One tensor comes in, or goes out, without skips: nothing to put together or to take apart.
-        self._is_joined = len(routes.sources) > 1 or bool(routes.sources[0].names)
-        self._is_parted = len(routes.destinations) != 1 or bool(routes.destinations[0].names)
+        # An input from one source without skips is not joined; an output to one is not split.
+        self._is_joined = len(routes.sources) > 1 or any(routes.sources.values())
+        self._is_parted = len(routes.destinations) != 1 or any(routes.destinations.values())
         self._parameters = [p for layer in stage.layers.values() for p in layer.parameters()]
         self._casts = StageCasts(stage.precision, stage.device, self._parameters)
         self._has_surroundings = (
@@ -159,10 +166,11 @@ class StageRunner:
         if peers is not None:
             stage.random.seeds_all = True  # a sum over peers cannot run once more on one of them
         self._tracker = RequiresGradTracker()
-        self._isolation = OutputIsolation()
+        # By place: which outputs a graph has saved.
+        self._saved_outputs: dict[Hashable, list[bool]] = {}
         self._backward_draws = BackwardDraws(stage.random, stage.whole)
         self._num_begun = 0
-        self._num_looked = self._looked_in = 0  # in how many runs, and in which last
+        self._num_looked = self._looked_in = 0  # steps with checked graphs, and the last of them
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
@@ -175,9 +183,9 @@ class StageRunner:
         self.stage.within.begin()
 
     def end(self) -> None:
-        """End a step or an evaluation, also one that failed; buffers get their newest values.
+        """End a step or an evaluation, also one that failed; release all stored state.
 
-        Nothing is kept any longer.
+        The user's buffers get their newest values.
         """
         self.saved.clear()
         self._deferred.clear()
@@ -203,9 +211,9 @@ class StageRunner:
         plan: ForwardPlan,
         outcome: Outcome,
     ) -> list[Nest]:
-        """Run the layers, and the loss after the last, on one part from each source.
+        """Run the layers, and the loss after the last one, on the input parts of all sources.
 
-        Returns one part for each destination; its tensors that require a gradient get one in B.
+        Returns one part for each destination. Tensors in it that require a gradient get one in B.
         """
         if num_samples == 0:
             if plan.mode is not RunMode.EVALUATE:
@@ -218,7 +226,8 @@ class StageRunner:
         saved = Saved(num_samples, shares_casts=plan.shares_casts)
         if self._is_joined or plan.splits or plan.offloads:
             self._prepare(saved, parts, plan)
-        # Usually one run of all layers. If only some are recomputed, each stretch is a run.
+        # Usually one run of all layers. If only some are recomputed, each group of consecutive
+        # layers is a run.
         stretches = self.stage.runners[plan.mode is RunMode.RECORD]
         for number, (runner, recomputes) in enumerate(stretches):
             forward = self._record if recomputes else self._train
@@ -232,7 +241,7 @@ class StageRunner:
         return self.stage.routes.scatter(state) if self._is_parted else [state.nest]
 
     def _prepare(self, saved: Saved, parts: Sequence[Nest], plan: ForwardPlan) -> None:
-        """Prepare for several sources, for a backward in two halves, and for OFFLOAD."""
+        """Prepare a forward with several sources, a split backward, or OFFLOAD."""
         if self._is_joined:
             saved.num_leaves = [sum(t.requires_grad for t in tensors_of(part)) for part in parts]
         if plan.offloads:
@@ -252,8 +261,8 @@ class StageRunner:
         *,
         is_end: bool,
     ) -> State:
-        """Run some layers with a graph, which stays for the backward."""
-        tensors = _tensors(given)
+        """Run some layers with a graph, which is kept for the backward."""
+        tensors = given.tensors()
         leaves = list(filter(REQUIRES_GRAD, tensors))
         options = ForwardOptions(
             RunMode.TRAIN, True, None, saved.shares_casts, saved.deferred, saved.host
@@ -267,13 +276,13 @@ class StageRunner:
         state = self._take_results(output, microbatch, outcome)
         if is_end and self._is_last:
             return state
-        # The next stage must not hold this graph alive: it gets new leaves.
+        # The next stage must not keep this graph alive: it gets new leaves.
         is_one = isinstance(state.nest, torch.Tensor) and not state.stashed
         buffers = () if is_one else self._places_in_buffers(state, output.returned)
-        state = _map(_as_leaf, state)
+        state = state.map(_as_leaf)
         if not (is_one and _is_alone(state.nest)):
             ends = [*edges, *(edge for edge, _ in starts)]
-            state = self._isolation.copy_if_shared(state, tensors, runner.place, ends)
+            state = copy_unless_saved(state, tensors, runner.place, ends, self._saved_outputs)
             state = with_marks(state, buffers)
         return state
 
@@ -288,15 +297,15 @@ class StageRunner:
         *,
         is_end: bool,
     ) -> State:
-        """Run some layers that an R will run again, and keep their input alone."""
-        tensors = _tensors(given)
-        # On leaves of its own: a hook that a layer puts on its input, here or in R, belongs to that
-        # run alone. Gradients arrive at R's leaves.
-        own = _map(lambda t: t.detach().requires_grad_() if t.requires_grad else t, given)
-        own_tensors = _tensors(own)
-        # Its outputs show which gradients will arrive. The first forward of all makes a graph, to
-        # find that out, unlike those of later steps: so outputs are compared in two steps. On an
-        # accelerator the host waits for that: in the first step alone.
+        """Run some layers that an R will run again, and keep only their input."""
+        tensors = given.tensors()
+        # On separate leaves: a hook that a layer registers on its input, here or in R, belongs to
+        # that run only. Gradients arrive at R's leaves.
+        own = given.map(lambda t: t.detach().requires_grad_() if t.requires_grad else t)
+        own_tensors = own.tensors()
+        # The outputs show which gradients will arrive. To find this out, the first forward of each
+        # kind builds a graph, and later ones do not, so outputs are compared in two steps; on an
+        # accelerator, where the host waits for the comparison, in the first step only.
         kind = runner.place, *map(REQUIRES_GRAD, own_tensors)
         has_graph = kind not in self._tracker.all_require
         steps = (1,) if self.stage.device.is_accelerator else (1, 2)
@@ -309,12 +318,12 @@ class StageRunner:
         leaves_stage = not (is_end and self._is_last)
         promised: tuple[bool, ...] = ()
         if has_graph or leaves_stage:
-            flags = self._tracker.flags(kind, own_tensors, _tensors(state), has_graph=has_graph)
+            flags = self._tracker.flags(kind, own_tensors, state.tensors(), has_graph=has_graph)
         if leaves_stage:
             is_one = type(state.nest) is torch.Tensor and not state.stashed
             buffers = () if is_one else self._places_in_buffers(state, output.returned)
             next_flag = iter(flags).__next__
-            state = _map(lambda tensor: tensor.detach().requires_grad_(next_flag()), state)
+            state = state.map(lambda tensor: tensor.detach().requires_grad_(next_flag()))
             if not (is_one and _is_alone(state.nest)):
                 state = with_marks(copy_if_shared(state, own_tensors), buffers)
             promised = tuple(map(REQUIRES_GRAD, self._left(state, is_end)))
@@ -328,24 +337,24 @@ class StageRunner:
     def _evaluate(
         self, run: Run, microbatch: int, num_samples: int, given: State, outcome: Outcome
     ) -> list[Nest]:
-        """Run the layers and keep nothing."""
+        """Run the layers in evaluation mode, without storing anything for a backward."""
         options = ForwardOptions(RunMode.EVALUATE)
         output = self._run(run, microbatch, num_samples, self.stage.whole, given, options, True)
         state = self._take_results(output, microbatch, outcome)
         if output.term is not None:
             return []
         if self._is_last:
-            # Copied: the last layer may write into it again for the next micro-batch.
+            # Copied, as the last layer may write into it again for the next micro-batch.
             copied = map_tensors(lambda tensor: tensor.detach().clone(), state.nest)
             outcome.outputs[microbatch] = Output(copied, num_samples)
             return []
-        state = _map(_as_leaf, state)  # the name must not hold the first tensors: they are counted
-        return self.stage.routes.scatter(copy_if_shared(state, _tensors(given)))
+        state = state.map(_as_leaf)  # releases the first tensors, whose references are counted
+        return self.stage.routes.scatter(copy_if_shared(state, given.tensors()))
 
     def _take_results(self, output: LayerOutput, microbatch: int, outcome: Outcome) -> State:
         """Store loss and reports of a run without their graphs; return its output.
 
-        `output` keeps no tensor of that: who refers to its memory is counted afterwards.
+        The output is removed from `output`, as references to its memory are counted afterwards.
         """
         if output.term is not None:
             outcome.losses[microbatch] = output.term.without_graph()
@@ -358,7 +367,7 @@ class StageRunner:
         return state
 
     def recompute(self, run: Run, microbatch: int) -> bool:
-        """Run layers again, this time for the graph; False if there was nothing to do."""
+        """Run the recomputed layers again, with a graph; return whether there were any."""
         saved = self.saved[microbatch]
         has_run = False
         if saved.host is not None:
@@ -367,9 +376,13 @@ class StageRunner:
         for number, each in enumerate(saved.runs):
             if each.given is None:
                 continue
-            for tensor, version in zip(_tensors(each.given), each.versions, strict=True):
+            for tensor, version in zip(each.given.tensors(), each.versions, strict=True):
                 if tensor._version != version:
-                    raise self._written(microbatch)
+                    raise ModelError(
+                        f"{self.stage.whole.where}: expected the input of micro-batch {microbatch} "
+                        f"as it was in its forward, got it written to since; let the layer or hook "
+                        f"that keeps it keep a copy (clone)"
+                    )
             is_end = number == len(saved.runs) - 1
             options = ForwardOptions(
                 RunMode.REPLAY, True, each.record, saved.shares_casts, saved.deferred
@@ -411,8 +424,8 @@ class StageRunner:
         if self._has_surroundings or options.host is not None:
             around = self._around(runner, options)
         if self._casts.is_casting:
-            # Autocast remembers casts of leaves until the step ends; only those of weights shall.
-            given = _map(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t, given)
+            # Autocast caches casts of leaves until the step ends; only those of weights should.
+            given = given.map(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t)
         output = runner.run(given, run.keys(microbatch), options, loss, around)
         is_one = type(output.state.nest) is torch.Tensor and not output.state.stashed
         if is_end and self._sends and not is_one:
@@ -423,8 +436,8 @@ class StageRunner:
     def _around(self, runner: LayerRunner, options: ForwardOptions) -> Iterator[None]:
         """Return the context for layers: autocast, offloading, BatchNorm over several ranks."""
         if not casts_keep_their_graph():
-            # Within an autocast block of the user's around the whole step, casts of a first forward
-            # without a graph are kept to the recomputation: each forward casts its weights itself.
+            # If the user has an autocast block around the whole step, casts of a forward without a
+            # graph would be used in the recomputation: so each forward casts its weights itself.
             torch.clear_autocast_cache()
         with ExitStack() as blocks:
             if options.host is not None:
@@ -437,13 +450,13 @@ class StageRunner:
 
     @cached_property
     def _sum_over_peers(self) -> SumOver:
-        assert self._peers is not None, "asked for only if there are peers"
+        assert self._peers is not None, "used only with peers"
         return self.stage.sum_over(self._peers)
 
     def backward(self, microbatch: int, gradients: Gradients) -> list[Gradients]:
-        """Run B or I: accumulate parameter gradients; return for each source those of its leaves.
+        """Run B or I: accumulate parameter gradients; return the input gradients for each source.
 
-        After a forward that splits, most parameter gradients are left to `weights`.
+        If the backward is split, most parameter gradients are left to `weights`.
         `gradients`: one for each output that required a gradient.
         """
         saved = self.saved.pop(microbatch)
@@ -468,7 +481,7 @@ class StageRunner:
         return [tuple(found[first:last]) for first, last in pairwise(ends)]
 
     def _backward_of(self, saved: SavedRun, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Run the backward of one run of layers; return the gradients of its input's leaves."""
+        """Run the backward of one run of layers; return the gradients of its input leaves."""
         edges: list[GradientEdge] = []
         given: list[torch.Tensor] = []
         for edge, gradient in (*zip(saved.edges, gradients, strict=True), *saved.starts):
@@ -493,7 +506,7 @@ class StageRunner:
         return [leaf.grad for leaf in saved.leaves]
 
     def _look_for_outsiders(self, saved: Saved) -> None:
-        """Check the graphs of one micro-batch in each of the first steps for foreign parameters."""
+        """Check graphs for foreign parameters, for one micro-batch in each of the first steps."""
         if self._outsiders is None or self._looked_in == self._num_begun:
             return
         self._looked_in, self._num_looked = self._num_begun, self._num_looked + 1
@@ -503,7 +516,7 @@ class StageRunner:
             self._outsiders.check(edges, f"stage {self.stage.index}", self._loss.function)
 
     def weights(self, microbatch: int) -> bool:
-        """Run W; False if there was nothing left to do."""
+        """Run W; return whether weight gradients were left to compute."""
         deferred = self._deferred.pop(microbatch, None)
         if deferred is not None:
             with self._backward_draws.refused_in_weights(self.stage.whole):
@@ -520,7 +533,7 @@ class StageRunner:
             host.offload()
 
     def fetch(self, microbatch: int) -> None:
-        """Start moving them back to the device."""
+        """Start moving the saved tensors of a micro-batch back to the device."""
         host = self.saved[microbatch].host
         if host is not None:
             host.fetch()
@@ -530,32 +543,27 @@ class StageRunner:
         return [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
     def _left(self, state: State, is_end: bool) -> list[torch.Tensor]:
-        """Return the output tensors that may get gradients, in the order of those."""
+        """Return the output tensors that may get gradients, in the order of these gradients."""
         if not (is_end and self._is_parted):
-            return _tensors(state)
+            return state.tensors()
         if self._is_last:
             return []
         return [each for part in self.stage.routes.scatter(state) for each in tensors_of(part)]
 
     def _places_in_buffers(self, state: State, returned: Sequence[ReturnedBuffer]) -> Sequence[int]:
-        """Return the positions of tensors in buffers or frozen parameters; in the first steps."""
+        """Return the positions of outputs in memory of buffers or frozen parameters.
+
+        Empty after the first steps.
+        """
         if self._num_begun > NUM_LOOKED:
             return ()
         frozen = [each for each in self._lasting_tensors() if not each.requires_grad]
         return places_in_buffers(state, [*(each.tensor for each in returned), *frozen])
 
-    def _written(self, microbatch: int) -> ModelError:
-        layers = self.stage.layers
-        return ModelError(
-            f"stage {self.stage.index} (layers {min(layers)} to {max(layers)}): expected the input "
-            f"of micro-batch {microbatch} as it was in its forward, got it written to since; let "
-            f"the layer or hook that keeps it keep a copy (clone)"
-        )
-
 
 def _starts(run: Run, losses: Sequence[torch.Tensor]) -> list[tuple[GradientEdge, torch.Tensor]]:
-    """Return the graph edges and start gradients of losses, where a backward starts too."""
-    # A new gradient each time: a loss of the user's may write into the one it is given.
+    """Return the edges at which a backward starts from losses, each with its first gradient."""
+    # A new gradient each time, as the user's loss may write into it.
     seed = run.seed
     return [
         (_edge_of(loss), torch.ones_like(loss) if seed is None else seed.to(loss.dtype, copy=True))
@@ -565,23 +573,11 @@ def _starts(run: Run, losses: Sequence[torch.Tensor]) -> list[tuple[GradientEdge
 
 
 def _edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Do what `edge_of` does; most tensors need no call of it."""
+    """Return the same as `edge_of`, which is called for unusual tensors only."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, BackwardCFunction):
         return edge_of(tensor)
     return GradientEdge(node, tensor.output_nr)
-
-
-def _tensors(state: State) -> list[torch.Tensor]:
-    if isinstance(state.nest, torch.Tensor) and not state.stashed:
-        return [state.nest]
-    return state.tensors()
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], state: State) -> State:
-    if isinstance(state.nest, torch.Tensor) and not state.stashed:
-        return State(function(state.nest), {})
-    return state.map(function)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -589,9 +585,9 @@ def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:
-    """Return whether only this tensor refers to its memory, as far as is known.
+    """Return whether no other tensor is known to use this tensor's memory.
 
-    The caller must hold no other tensor or storage of it.
+    The caller must hold no other tensor or storage of that memory.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return True

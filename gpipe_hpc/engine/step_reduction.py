@@ -1,6 +1,6 @@
 """The all-reduce at the end of a step: loss, weight, counts and flags over all ranks.
 
-All ranks wait here for all others, so none continues after a step that failed on one. It carries:
+All ranks wait here for all others, so none continues after a step that failed on one. It contains:
 
     terms   per global micro-batch: sum and weight of the loss, what layers reported, squared norms;
             digests of the data; the number of gradients that overflowed. Each number has one
@@ -8,7 +8,7 @@ All ranks wait here for all others, so none continues after a step that failed o
     host    the number of new rows of terms; flags; numbers that ranks report.
 
 On a CPU both are one tensor. With an accelerator, terms are summed on the device and the rest in
-parallel on the host: neither waits for the other.
+parallel on the host, and neither waits for the other.
 """
 
 import time
@@ -41,9 +41,9 @@ from gpipe_hpc.engine.step_result import (
 class StepFlags:
     """Indices of the flags that ranks combine at the end of a step, the same on every rank.
 
-    The first `NUM_COMMON` flags concern all ranks. The others concern ranks that sum gradients with
-    one another: one flag for each parameter, set if a micro-batch used it, and some for the buffers
-    of each stage.
+    The first `NUM_COMMON` flags are for all ranks. The others are for ranks that reduce gradients
+    together: one flag for each parameter, set if a micro-batch used it, and some for the buffers of
+    each stage.
 
     Args:
         names: Names of all parameters of the model.
@@ -80,7 +80,7 @@ class StepFlags:
         return {self._numbers[name] for name, is_used in pairs if is_used}
 
     def of_buffers(self, stage: int, flags: Sequence[bool]) -> set[int]:
-        """Return the indices of the buffer flags of a stage that are set."""
+        """Return the indices of those buffer flags of a stage that are set in `flags`."""
         start = self._starts[stage]
         return {start + offset for offset, is_set in enumerate(flags) if is_set}
 
@@ -114,9 +114,12 @@ def unite_flags(flags: list[bool], group: Group) -> list[bool]:
 class StepTotals(NamedTuple):
     """Totals over all ranks after the reduction, the same on each rank.
 
-    `flags`: indices of the flags that any rank set. `overflows`, `digests`: sums, copied to the
-    host. `reported`: summary of the numbers that ranks reported. `synced_at_s`: time on this rank's
-    clock at which it left the reduction.
+    Args:
+        loss: The loss of the global batch.
+        flags: Indices of the flags that any rank has set.
+        overflows, digests: Sums, copied to the host.
+        reported: Summary of the numbers that ranks reported.
+        synced_at_s: Time on this rank's clock at which it left the reduction.
     """
 
     loss: StepLoss
@@ -130,7 +133,7 @@ class StepTotals(NamedTuple):
 class StepReduction:
     """The all-reduce at the end of a step.
 
-    If a rank has a new row of terms (a loss or metric that a layer reports), all ranks agree on the
+    If a rank has a new row of terms (a loss or metric that a layer adds), all ranks agree on the
     rows and reduce a second time in that step.
 
     Args:
@@ -154,7 +157,7 @@ class StepReduction:
     ) -> None:
         self._num_global, self._num_flags = num_global, num_flags
         self._group, self._device, self._pipeline = group, device, pipeline
-        # Sent for each of 1,024 replicas, the other flags would take 2.5 MB a step.
+        # With 1,024 replicas, combining all flags over all ranks would take 2.5 MB a step.
         self._num_common = num_flags if pipeline is None else StepFlags.NUM_COMMON
         self._slots = RankSlots(group, rank)
         self._add = ordered_sum(device)
@@ -217,7 +220,7 @@ class StepReduction:
     def _exchange(
         self, terms: Tensor, host: Tensor, own_flags: Tensor
     ) -> tuple[Tensor, int, Tensor, Tensor, float]:
-        """Return the sums: terms, number of new rows, flags, slots of ranks; and the time."""
+        """Return sums of terms, number of new rows, flags and slots of ranks, and the time."""
         pipeline = self._pipeline
         flags_pending = None if pipeline is None else pipeline.start_all_reduce(own_flags)
         if not self._device.is_accelerator:
@@ -248,16 +251,16 @@ class StepReduction:
         squares: Mapping[int, Tensor] | None,
         digests: Sequence[Tensor | float],
     ) -> Tensor:
-        """Return the terms as float64[n]: of the loss, squares if any, digests, overflows.
+        """Return float64[n]: terms of the loss, squares if any, digests, overflows.
 
-        Does not wait for the device: host numbers are copied from pinned memory.
+        Does not wait for the device, as host numbers are copied from pinned memory.
         """
         count = self._num_global
         num_rows = num_terms(self._rows)
         size = (num_rows + (squares is not None)) * count + NUM_DIGESTS + 1
         entries: dict[int, Tensor | float] = {}
-        for index, (total, weight) in losses.items():
-            entries[index], entries[count + index] = total, weight
+        for index, term in losses.items():
+            entries[index], entries[count + index] = term.total, term.weight
         for row, position in zip(self._rows, row_positions(self._rows), strict=True):
             for index, numbers in terms.get(row, {}).items():
                 for offset, number in enumerate(numbers):
@@ -270,7 +273,7 @@ class StepReduction:
         return self._placed(entries, size)
 
     def _placed(self, entries: Mapping[int, Tensor | float], size: int) -> Tensor:
-        """Return float64[size] on the device with these entries, 0 elsewhere."""
+        """Return float64[size] on the device with the entries by index, 0 elsewhere."""
         is_accelerator = self._device.is_accelerator
         on_device: dict[int, Tensor] = {}
         row = [0.0] * size
@@ -290,7 +293,7 @@ class StepReduction:
         return flat
 
     def _own(self, flags: Collection[int]) -> Tensor:
-        """Return the flags that only the pipeline combines as float64[flags] on the host."""
+        """Return as float64[flags] on the host the flags that only this replica combines."""
         row = [0.0] * (self._num_flags - self._num_common)
         for flag in flags:
             if flag >= self._num_common:

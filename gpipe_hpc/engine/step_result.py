@@ -1,6 +1,6 @@
 """The result of a step: losses and metrics, summed over micro-batches and replicas.
 
-The loss is divided once by the global weight.
+The sum of the loss is divided once, by the global weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from gpipe_hpc.models import MAIN_LOSS
 
 
 class LossRow(NamedTuple):
-    """A loss or a metric that one layer reports under one name."""
+    """A loss or a metric that one layer adds under one name."""
 
     layer: int
     name: str
@@ -30,14 +30,13 @@ class LossRow(NamedTuple):
 
 
 TermsByRow = Mapping[LossRow, Mapping[int, Sequence[Tensor | float]]]
-"""For each row and global micro-batch the sum of a loss, or sum and weight of a metric."""
+"""The sum of a loss, or sum and weight of a metric, by row and global micro-batch."""
 
 
 OrderedSum = Callable[[Tensor], Tensor]
-"""Returns the sum over the first dimension, float64[...] of float64[numbers, ...].
+"""Returns the sum over the first dimension, from float64[n] or float64[n, m].
 
-It adds from left to right, as a plain loop does: the same bits on every device. `...` is nothing,
-or one dimension.
+It adds from left to right, as a plain loop does, so the result has the same bits on every device.
 """
 
 _NUM_PROBED: Final = 4099
@@ -90,12 +89,12 @@ class StepLoss:
     Args:
         terms: float64[rows, global micro-batches]: sums of the main loss, its weights, and the
             terms of `rows`.
-        fetched: The same, flat, copied to the host. Only reading them waits for the device.
+        fetched: `terms`, flat, copied to the host. Only reading them waits for the device.
         add: Sums numbers on the device from left to right.
-        rows: Losses and metrics that layers reported besides the main loss.
+        rows: Losses and metrics that layers added besides the main loss.
         squares: float64[global micro-batches], squared norms of parts of the gradients, if
             measured.
-        is_sum: The loss is the sum itself, of weight 1; weights are numbers of samples.
+        is_sum: The loss is the sum itself, with weight 1; weights are numbers of samples.
         on_read: Called when the numbers are read.
     """
 

@@ -1,4 +1,4 @@
-"""Whole steps of one rank: run the table, reduce results over all ranks, finish gradients."""
+"""Whole steps of one rank: run the table, reduce results over all ranks, divide gradients."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,29 +22,28 @@ from gpipe_hpc.data_parallel import (
     choose_strategy,
 )
 from gpipe_hpc.device.deferred import AsyncHostTensor
-from gpipe_hpc.engine.backward.outsiders import ForeignParameters
+from gpipe_hpc.engine.assembly import TiedParameter
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.executor import Executor
 from gpipe_hpc.engine.gradient_norms import GradientParts
 from gpipe_hpc.engine.local_sgd import LocalSgd
-from gpipe_hpc.engine.loss import SumTerm, backward_seed, final_divisor, refuse_negative_weight
-from gpipe_hpc.engine.parameters import refuse_different
-from gpipe_hpc.engine.precision import LossScale, count_overflows
-from gpipe_hpc.engine.recorder import Recorder
-from gpipe_hpc.engine.run import Outcome, Run
-from gpipe_hpc.engine.same_data import SameData
-from gpipe_hpc.engine.stages.assembly import TiedParameter
-from gpipe_hpc.engine.stages.stage import Stage, training_modes
-from gpipe_hpc.engine.stages.tables import Tables
-from gpipe_hpc.engine.stages.wiring import Wiring
-from gpipe_hpc.engine.step_reduction import StepFlags, StepReduction, StepTotals
-from gpipe_hpc.engine.step_result import StepLoss, StepResult, share_places
-from gpipe_hpc.engine.trainable import (
+from gpipe_hpc.engine.loss import backward_seed, final_divisor, refuse_negative_weight
+from gpipe_hpc.engine.outsiders import ForeignParameters
+from gpipe_hpc.engine.parameters import (
     TrainableParameters,
+    refuse_different,
     refuse_nothing_trained,
     warn_cut_off,
     warn_nothing_trained,
 )
+from gpipe_hpc.engine.precision import LossScale, count_overflows
+from gpipe_hpc.engine.recorder import Recorder
+from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.same_data import SameData
+from gpipe_hpc.engine.stage import Stage, evaluation_mode
+from gpipe_hpc.engine.step_reduction import StepFlags, StepReduction, StepTotals
+from gpipe_hpc.engine.step_result import StepLoss, StepResult, share_places
+from gpipe_hpc.engine.wiring import Tables, Wiring
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.pytree import Nest
 from gpipe_hpc.settings import Outer
@@ -61,14 +60,14 @@ class Steps:
         portions: The micro-batches of all replicas.
         stages: The stages of this rank by index.
         wiring: Channels and groups of copies.
-        tied: The tied parameters that this rank has.
+        tied: The tied parameters that this rank holds.
         names: All parameters of the model, the same on every rank.
-        loss_scale: Of float16; else None.
+        loss_scale: The loss scale of float16; None for other precisions.
         buffers: How replicas combine buffers; the setting ``pipeline.buffers``.
-        part_of: The first micro-batch of each one's part, if squared norms of the gradients of
-            parts are measured.
-        outer: Settings of data parallelism.
-        seed: Of the run.
+        part_of: For each micro-batch the first micro-batch of its part, if squared norms of
+            gradients of parts are measured; else empty.
+        outer: The settings of data parallelism.
+        seed: The seed of the run.
         outsiders: The parameters that backwards of this rank must not reach.
     """
 
@@ -81,19 +80,18 @@ class Steps:
         wiring: Wiring,
         tied: list[TiedParameter],
         names: Sequence[str],
-        loss_scale: LossScale | None = None,
-        buffers: str = "average",
-        part_of: tuple[int, ...] = (),
-        outer: Outer | None = None,
-        seed: int = 0,
-        outsiders: ForeignParameters | None = None,
+        loss_scale: LossScale | None,
+        buffers: str,
+        part_of: tuple[int, ...],
+        outer: Outer,
+        seed: int,
+        outsiders: ForeignParameters,
     ) -> None:
-        outer = outer or Outer()
         uses_local_sgd = tables.averaging is not None
         self.compression = Compression(
             outer, seed, may_skip=loss_scale is not None and not uses_local_sgd
         )
-        self._sent_bytes = [0]  # by sums of whole gradients
+        self._sent_bytes = [0]  # by reductions without compression
         self.loss_scale = loss_scale
         self._part_of = part_of
         self._site = site
@@ -190,7 +188,7 @@ class Steps:
         """Choose how the gradients of each stage are summed over its copies."""
         uses_local_sgd = tables.averaging is not None
         strategies: dict[Group, ReduceStrategy | None] = {}
-        # In one order on all ranks that share stages.
+        # In the same order on all ranks that share stages.
         for index, stage in sorted(self._stages.items()):
             copies = self._wiring.reductions[index]
             if copies not in strategies:
@@ -229,7 +227,7 @@ class Steps:
     def train(self, run: Run, tell: Callable[[], Sequence[float]] | None = None) -> StepResult:
         """Run forward, backward and reduction; replace the gradients of all parameters.
 
-        `tell` says what all others are told when this rank's part of the pipeline has run.
+        `tell` returns the numbers that this rank reports to all ranks; called after its actions.
         """
         self._refuse_empty(run)
         if self._unjudged is not None and self._unjudged.fetched.poll() is not None:
@@ -240,7 +238,8 @@ class Steps:
         is_on_host = not self._site.world.device.is_accelerator
         seed = backward_seed(self.weight, is_on_host=is_on_host) * scale
         if not self._trained.is_agreed:
-            self._agree_on_trained()
+            self._trained.agree()
+            self._rebuild_buckets()
         for gradients in self._gradients:
             gradients.clear()
         for stage in self._stages.values():
@@ -267,10 +266,15 @@ class Steps:
             known = known._replace(overflows=self._sum_late(known.overflows))
         if not self._has_trained:
             self._look_whether_trained(known)
-        weight = self._weight_to_divide_by(known.loss)
-        self._judge_weight(known.loss, weight)
+        loss = known.loss
+        self.weight = weight = loss.weight
+        if self.local_sgd is not None:  # each replica divides by the weight of its own share
+            weight = loss.weight_of(self._portions.of(self._site.replica))
+        if is_on_host:
+            refuse_negative_weight(float(weight))
+        else:  # in the next step, when it has been copied to the host
+            self._unjudged = loss
         divisor = final_divisor(weight, seed)
-        self.weight = known.loss.weight
         # The one place in a step where the host waits for the device.
         is_skipped = self.loss_scale is not None and bool(known.overflows.read() > 0)
         if self.loss_scale is not None:
@@ -287,11 +291,10 @@ class Steps:
         else:
             assert self._shares is not None, "local SGD weighs the shares of replicas"
             self.local_sgd.end(outcome.samples)
-            self.local_sgd.note(known.loss.weights_of(self._shares))
+            self.local_sgd.note(loss.weights_of(self._shares))
         if has_changed:
             self._rebuild_buckets()
-        parts = self._parts(known.loss, divisor)
-        loss = known.loss
+        parts = self._parts(loss, divisor)
         if self.same_data.is_waiting:
             loss = replace(loss, on_read=self.same_data.judge)
         return StepResult(loss, is_skipped, scale, parts, known.reported, known.synced_at_s)
@@ -303,10 +306,10 @@ class Steps:
         refuse_different(stages, together, site.world_group)
 
     def _look_whether_trained(self, known: StepTotals) -> None:
-        """Refuse a first step that trains nothing; warn if it trains nothing of the first layers.
+        """Raise ModelError if nothing was trained; warn if no parameter of the first layers was.
 
-        A batch whose loss is 0 may have nothing to learn from: then the next one is looked at. The
-        loss of a device is read in the next step, not now; no parameter has a gradient until then.
+        A batch whose loss is 0 may have nothing to learn from, so the next one is checked too. The
+        loss of an accelerator is read in the next step, as the host would wait for it now.
         """
         self._has_trained = self._flags.is_any_used(known.flags) or not self._num_parameters
         if self._has_trained:
@@ -326,15 +329,8 @@ class Steps:
         if looked_at is not None and not looked_at.is_zero(every):
             refuse_nothing_trained(len(names))
 
-    def _judge_weight(self, loss: StepLoss, weight: torch.Tensor) -> None:
-        """Raise ModelError for a negative weight; on an accelerator once it is read, not now."""
-        if self._site.world.device.is_accelerator:
-            self._unjudged = loss
-        else:
-            refuse_negative_weight(float(weight))
-
     def _squares(self) -> dict[int, torch.Tensor]:
-        """Return the squares of this rank's parts of the gradients, by global micro-batch."""
+        """Return squared norms of this rank's parts of the gradients, by global micro-batch."""
         first = self._first
         found: dict[int, torch.Tensor] = {}
         for stage in self._stages.values():
@@ -350,7 +346,7 @@ class Steps:
         return GradientParts.of(squares, loss.terms[1], self._part_of, self._site.world.device)
 
     def _own_flags(self) -> set[int]:
-        """Return the flags that this rank sets: of parameters it used, and of its buffers."""
+        """Return the flags that this rank sets: of parameters that it used, and of its buffers."""
         flags: set[int] = set()
         for gradients in self._gradients:
             flags |= self._flags.of_use(gradients.trained_names(), gradients.used_flags())
@@ -361,14 +357,6 @@ class Steps:
         if self._trained.has_changed:
             flags.add(StepFlags.HAS_CHANGED)
         return flags
-
-    def _agree_on_trained(self) -> None:
-        """Agree with all ranks on the trained parameters, and make their buckets.
-
-        Raises ModelError, on every rank, for a parameter that not all its holders train.
-        """
-        self._trained.agree()
-        self._rebuild_buckets()
 
     def _rebuild_buckets(self) -> None:
         for gradients in self._gradients:
@@ -386,7 +374,7 @@ class Steps:
     def _sum_late(self, overflows: AsyncHostTensor) -> AsyncHostTensor:
         """Agree on the trained parameters and start their late reductions, on all ranks.
 
-        Returns the overflows of all gradients, of which `overflows` is what is known.
+        Return the number of overflowed gradients; `overflows` is the number without the late ones.
         """
         self._trained.agree()
         for gradients in self._gradients:
@@ -400,7 +388,7 @@ class Steps:
     def _overflows(self) -> torch.Tensor | None:
         """Return the number of reduced gradients that are not finite; None without a loss scale.
 
-        These are waited for: all ranks skip the step, or none.
+        Waits for the reductions, as all ranks skip the step, or none.
         """
         if self.loss_scale is None:
             return None
@@ -418,7 +406,7 @@ class Steps:
                 stage.gradients.shards.drop()
 
     def _finish_gradients(self, number: torch.Tensor, used: Collection[int]) -> None:
-        """Divide all gradients, and leave None where no rank has used the parameter."""
+        """Divide all gradients; set those of parameters that no rank has used to None."""
         divisor = Divisor(number, self._site.world.device)
         for gradients in self._gradients:
             names = gradients.trained_names()
@@ -439,7 +427,7 @@ class Steps:
         return dict(self._owned)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the gradients of this rank's parameters, whole; all ranks call it together."""
+        """Return the full gradients of this rank's parameters, by name; a collective call."""
         found: dict[str, torch.Tensor | None] = {}
         for _, stage in sorted(self._stages.items()):
             found |= {name: p.grad for name, p in stage.named_parameters().items()}
@@ -447,53 +435,39 @@ class Steps:
                 found |= stage.gradients.shards.gather_gradients()
         return found
 
-    def _weight_to_divide_by(self, loss: StepLoss) -> torch.Tensor:
-        """Return the global weight, or with local SGD that of this replica's share."""
-        if self.local_sgd is None:
-            return loss.weight
-        return loss.weight_of(self._portions.of(self._site.replica))
-
     def outer_state(self) -> dict[str, torch.Tensor]:
         """Return the state of compression and local SGD for a checkpoint."""
         local_sgd = {} if self.local_sgd is None else self.local_sgd.state()
         return {**self.compression.state(), **local_sgd}
 
     def outer_wanted(self, stored: Collection[str]) -> list[str]:
-        """Return which of the tensors of a checkpoint `restore_outer` needs."""
+        """Return which tensors of a checkpoint `restore_outer` needs."""
         local_sgd = [] if self.local_sgd is None else self.local_sgd.wanted(stored)
         return [*self.compression.wanted(stored), *local_sgd]
 
     def restore_outer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore that state from a checkpoint, after the parameters."""
+        """Restore the state of `outer_state` from a checkpoint, after the parameters."""
         self.compression.restore(tensors)
         if self.local_sgd is not None:
             self.local_sgd.restore(tensors)
 
     @property
     def outer_sent_bytes(self) -> int:
-        """Return how much this rank has sent so far to combine copies of stages."""
-        local_sgd = 0 if self.local_sgd is None else self.local_sgd.steps.sent_bytes
+        """Return the number of bytes that this rank has sent to combine copies of stages."""
+        local_sgd = 0 if self.local_sgd is None else self.local_sgd.sent_bytes
         return self._sent_bytes[0] + self.compression.sent_bytes + local_sgd
 
     def evaluate(self, run: Run) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""
-        self._begin()
-        with training_modes(self._stages.values(), False):
-            outcome = self._evaluate(run)
-        self._end_local_sgd(outcome)
-        return StepResult(self._end(outcome).loss)
+        return StepResult(self._end(self._evaluate(run)).loss)
 
     def predict(self, run: Run, where: str) -> Nest:
         """Return the joined outputs of this replica's micro-batches, on each of its ranks.
 
         `where` names the last layer.
         """
-        site = self._site
-        self._begin()
-        with training_modes(self._stages.values(), False):
-            outcome = self._evaluate(run)
+        site, outcome = self._site, self._evaluate(run)
         self._note(outcome)
-        self._end_local_sgd(outcome)
         everywhere: dict[int, Output] = {}
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
@@ -507,7 +481,7 @@ class Steps:
         return joined
 
     def _warn_of_square(self, shape: Sequence[int] | None, where: str) -> None:
-        """Warn once of an output whose rows may be no samples."""
+        """Warn once about a square output, whose rows may not be samples."""
         if shape is None:
             return
         self._has_warned_of_outputs = True
@@ -522,9 +496,14 @@ class Steps:
         )
 
     def _evaluate(self, run: Run) -> Outcome:
-        outcome = self._evaluator.run(run)
-        for stage in self._stages.values():
-            stage.parameters.end(trains=False)
+        """Run the table of evaluations, in evaluation mode."""
+        self._begin()
+        with evaluation_mode(self._stages.values()):
+            outcome = self._evaluator.run(run)
+            for stage in self._stages.values():
+                stage.parameters.end(trains=False)
+        if self.local_sgd is not None:
+            self.local_sgd.end(outcome.samples)
         return outcome
 
     def _refuse_empty(self, run: Run) -> None:
@@ -546,7 +525,7 @@ class Steps:
             self.local_sgd.report_buffers()
 
     def _begin(self) -> None:
-        """Begin a run: note versions of parameters and buffers."""
+        """Begin a run of a table: note versions of parameters and buffers."""
         may_arrive = self.sharding is not None and self.sharding.is_gathering
         for stage in self._stages.values():
             stage.parameters.begin(may_arrive=may_arrive)
@@ -555,12 +534,8 @@ class Steps:
         if self.local_sgd is not None:
             self.local_sgd.begin()
 
-    def _end_local_sgd(self, outcome: Outcome) -> None:
-        if self.local_sgd is not None:
-            self.local_sgd.end(outcome.samples)
-
     def _note(self, outcome: Outcome) -> None:
-        """Note which buffers a run has changed."""
+        """Note which buffers a run of a table has changed."""
         for index, sync in self._buffer_syncs.items():
             sync.end(outcome.samples.get(index, 0))
 
@@ -573,15 +548,15 @@ class Steps:
         squares: Mapping[int, torch.Tensor] | None = None,
         digests: Sequence[torch.Tensor | float] = (),
     ) -> StepTotals:
-        """End a run; return its loss and the other totals over all ranks.
+        """End a run of a table; return its loss and the other totals over all ranks.
 
-        All ranks wait here for all others: none goes on behind a step that failed on one.
+        All ranks wait here for all others, so none continues after a step that failed on one.
         """
         self._note(outcome)
         first = self._first
         losses = {first + m: term for m, term in outcome.losses.items()}
         noted = {first + m: noted for m, noted in outcome.noted.items()}
-        own = {*flags(), *(StepFlags.IS_SUM for t in losses.values() if isinstance(t, SumTerm))}
+        own = {*flags(), *(StepFlags.IS_SUM for term in losses.values() if term.is_sum)}
         return self._reduction.reduce(
             losses,
             noted,
@@ -594,7 +569,7 @@ class Steps:
 
 
 def broadcast_nest(nest: Nest, group: ControlGroup, root: int, world: World) -> Nest:
-    """Return world rank `root`'s nest on every rank of the group; its tensors need no grad."""
+    """Return the nest of world rank `root` on every rank of the group, without gradients."""
     structure, tensors = disassemble(nest, world.device)
     structure = NestStructure.from_bytes(group.broadcast_object(structure.to_bytes(), root))
     if world.rank != root:

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.compiling import chosen_backend, compile_layers
+from gpipe_hpc.engine.assembly import chosen_backend, compile_layers
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import LayerSpec, add_loss
 

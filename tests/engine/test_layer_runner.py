@@ -10,16 +10,14 @@ from torch import nn
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
-from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
-from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.wiring import StageRoutes
 from gpipe_hpc.models import SkipNames, add_loss
 
 CPU = HostDevice()
 FIRST, NUM_LAYERS, WIDTH = 3, 5, 4
-ROUTES = StageRoutes(
-    (Edge(0, ("near",)), Edge(-1, ("far",))), (Edge(2, ("next",)), Edge(4, ("out", "more")))
-)
+ROUTES = StageRoutes({0: ("near",), -1: ("far",)}, {2: ("next",), 4: ("out", "more")})
 # Popped from other stages, stashed for other stages, and one skip within the stage.
 NAMES = {
     3: SkipNames(stashes=("inner",)),
@@ -105,7 +103,7 @@ def test_recomputed_layers_keep_their_input_alone():
                 0,
                 {i: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for i in range(3)},
                 CPU,
-                StageRoutes((Edge(-1),), (Edge(1),)),
+                StageRoutes({-1: ()}, {1: ()}),
                 recomputed=recomputed,
             )
             work = StageRunner(stage)

@@ -5,11 +5,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.local_sgd import OuterSteps
 from gpipe_hpc.errors import ConfigError, PeerError
 from gpipe_hpc.schedule import Op
-from gpipe_hpc.settings import Outer
 from tests.support import batches, largest, product, square_sum
 
 WIDTH, ROWS, RATE = 4, 16, 0.05
@@ -454,13 +451,49 @@ def test_parameters_are_averaged_by_every_way_to_sum(how):
     assert_near(run(4, TOGETHER | how, data, 1), run(4, {}, data, 1))
 
 
-def test_a_rank_without_anything_of_a_part_knows_that_it_has_left():
-    """Before, such a rank went on summing up, and its buffers were averaged by weights of old."""
-    steps = OuterSteps(Outer(every=2, parts=2), [], 0, 2, HostDevice())
-    met = []
-    for step, seen in enumerate((1.0, 2.0, 4.0, 8.0), 1):
-        steps.note(torch.tensor([seen, 1.0], dtype=torch.float64), {})
-        met.append(steps.step(step)[1])
-    assert met == [None, 3.0, None, 12.0]
-    steps.step(5)
-    assert not steps.replicas_differ and steps.unite() == (False, None)
+class Last(nn.Module):
+    """Keeps the last number that it sees in a buffer, in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen.copy_(x[0, 0].detach())
+        return x
+
+
+def test_a_rank_without_parameters_of_the_first_part_weighs_buffers_since_its_average():
+    """Such a rank kept adding up weights, so its buffers were averaged by weights of old.
+
+    The first part is averaged after steps 2 and 4; the second stage has parameters of the other.
+    """
+
+    def body(world):
+        layers = [*linears(2), LayerSpec(Last), *linears(1)]
+        pipe = make(
+            world,
+            {"every": 2, "parts": 2, "bucket_bytes": 1e6},
+            layers=layers,
+            loss_fn=lambda output, weights: (0 * output.sum(), weights.sum()),
+            microbatches=1,
+        )
+        buffers = [b for stage in pipe.stages.values() for b in stage.named_buffers().values()]
+        replica, optimizer, found = world.rank // 2, sgd(pipe), []
+        for weight in (1.0, 2.0, 4.0, 8.0):
+            x = torch.full((2, WIDTH), weight - 3 * replica, dtype=torch.float64)
+            half = 0.5 if replica else weight / 2
+            pipe.step(x, torch.tensor([half, half], dtype=torch.float64))
+            optimizer.step()
+            own = [each.item() for each in buffers]
+            pipe.outer_step()
+            found.append((*own, *(each.item() for each in buffers)))
+        return found
+
+    _, first, _, other = run_on_threads(4, body)
+    pairs = list(zip(first, other, strict=True))
+    for (own, after), (others, others_after) in pairs[::2]:
+        assert (after, others_after) == (own, others) and own != others
+    for weights, ((own, after), (others, others_after)) in zip((3, 12), pairs[1::2], strict=True):
+        assert after == others_after == pytest.approx((weights * own + 2 * others) / (weights + 2))

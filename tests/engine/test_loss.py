@@ -71,8 +71,10 @@ def test_a_weight_that_is_none_seeds_as_one(weight):
 
 
 def test_mean_becomes_a_sum_over_samples():
-    assert loss_term(lambda o, t: o.mean(), torch.arange(4.0), None, 4, None) == (6.0, 4.0)
-    assert loss_term(lambda o, t: o.mean().view(1, 1), torch.ones(4), None, 4, None) == (4.0, 4.0)
+    flat = loss_term(lambda o, t: o.mean(), torch.arange(4.0), None, 4, None)
+    assert flat == (6.0, 4.0, False)
+    shaped = loss_term(lambda o, t: o.mean().view(1, 1), torch.ones(4), None, 4, None)
+    assert shaped == (4.0, 4.0, False)
 
 
 def test_pair_is_taken_as_it_is():

@@ -11,9 +11,9 @@ from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.offload import HostCopy, PinnedBufferPool
 from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
-from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
-from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.wiring import StageRoutes
 from gpipe_hpc.models import build_model, token_cross_entropy
 from gpipe_hpc.schedule import Op, schedule_names
 from tests.support import cover_of
@@ -93,7 +93,7 @@ def test_offloading_changes_no_bit_in_any_schedule(name, recompute):
 
 def kept_after(recipe, layers, *, offload):
     """Return which of the saved storages are alive after F, and after OFFLOAD."""
-    stage = Stage(0, dict(enumerate(layers)), HostDevice(), StageRoutes((Edge(-1),), ()))
+    stage = Stage(0, dict(enumerate(layers)), HostDevice(), StageRoutes({-1: ()}, {}))
     references = []
 
     original = HostCopy._pack

@@ -20,7 +20,7 @@ from tests.support import batch, linears, mean_square, token_batch, train_here
 CPU = HostDevice()
 WAITED = (
     "all_reduce",
-    "climb",
+    "all_reduce_hierarchical",
     "all_reduce_max",
     "broadcast",
     "all_gather_object",

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map_only
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
-from gpipe_hpc.engine.stages.routes import stage_routes
-from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.wiring import stage_routes
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import (
     LayerSpec,
@@ -169,7 +169,7 @@ def parts_of(layers, first, routes):
     def own(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_()
 
-    named = [tuple(own(stashed[name]) for name in edge.names) for edge in routes.sources]
+    named = [tuple(own(stashed[name]) for name in names) for names in routes.sources.values()]
     return [(own(value), *named[0]) if named[0] else own(value), *named[1:]]
 
 

@@ -68,7 +68,7 @@ NEAR = {
     "engine/step_reduction.py": ["apart"],
     "engine/gradient_norms.py": ["sums"],
     "engine/batchnorm_statistics.py": ["normed over replicas"],
-    "engine/stages/assembly.py": ["tied in float16"],
+    "engine/assembly.py": ["tied in float16"],
     "pipeline.py": ["shards that are read"],
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpipe_hpc.checkpoint import contents
-from gpipe_hpc.engine import layer_runner, outputs, steps
+from gpipe_hpc.engine import outputs, steps
 from gpipe_hpc.engine import run as engine_run
 from gpipe_hpc.engine.buffer_sync import BufferSynchronizer
 from gpipe_hpc.engine.buffers import LayerBuffers
@@ -100,7 +100,7 @@ def test_draws_of_another_thread_stop_the_run_by_name(compared, monkeypatch):
 
 def test_draws_of_another_thread_that_nobody_looks_for(compared, monkeypatch):
     draws_in_between(monkeypatch)
-    monkeypatch.setattr(layer_runner, "_is_moved", lambda one, other: False)
+    monkeypatch.setattr(RandomState, "_drawn", lambda self, draws: (None, None, None))
     report = compared("model.kind=dropped", "pipeline.recompute=always")
     assert "gradients" in differing(report)
 
@@ -131,7 +131,7 @@ def test_extra_state_that_a_checkpoint_keeps_wrong(compared, monkeypatch):
 
 def test_another_mask_in_recomputation(compared, monkeypatch):
     """R draws under another key than F: the first recomputed dropout layer is named."""
-    monkeypatch.setattr(layer_runner, "_is_moved", lambda one, other: False)
+    monkeypatch.setattr(RandomState, "_drawn", lambda self, draws: (None, None, None))
     recompute = StageRunner.recompute
 
     def recompute_otherwise(self, run, microbatch):

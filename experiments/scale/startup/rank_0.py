@@ -23,7 +23,7 @@ from experiments.scale.startup.simulated import StandIn, join, no_counts
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.stages.assembly import ParameterInfo
+from gpipe_hpc.engine.assembly import ParameterInfo
 
 
 class RankCosts(NamedTuple):

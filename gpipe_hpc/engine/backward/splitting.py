@@ -1,23 +1,24 @@
-"""Split a backward in two: `I`, the gradients of inputs, now; `W`, those of weights, later.
+"""Backwards: calls of autograd's engine, and the split of a backward into I and W.
 
-While a forward runs under `DeferWeights`, each call of a function that takes a parameter (linear,
-convolution, embedding, matrix product) becomes a graph of its own: its output is cut off
-and joined to the outer graph by one node. The outer backward asks that node for the gradient of
-the inputs alone and notes the gradient of the output; `W` is then one call of autograd over all
-the small graphs, whose roots are known. Nobody walks a graph in Python.
+`I` computes the gradients of inputs at once, `W` those of weights later. While a forward runs under
+`DeferWeights`, each call of a function that takes a parameter (linear, convolution, embedding,
+matrix product) gets a graph of its own: its output is detached, and one node joins it to the outer
+graph. In the outer backward this node computes the gradients of the inputs only and stores the
+gradient of the output. `W` is then one call of autograd over all the small graphs, whose roots are
+known, so no graph is walked in Python.
 
-Parameters used in any other way get their gradient in `I`: their `W` is empty. So it is in norms,
-whose kernels make all gradients in one pass over the activations, within functions that torch
-wraps whole (`F.multi_head_attention_forward`), in compiled layers, under functorch's transforms,
-in the forward of an `autograd.Function` and in what `torch.utils.checkpoint` runs again. A layer
-may differentiate itself, in its forward or in a hook.
+Parameters that are used in any other way get their gradient in `I`, and their `W` is empty. These
+are parameters of norms (whose kernels compute all gradients in one pass), parameters within
+functions that torch wraps as a whole (`F.multi_head_attention_forward`), in compiled layers, under
+functorch's transforms, in the forward of an `autograd.Function`, and in functions that
+`torch.utils.checkpoint` runs again. A layer may differentiate itself, in its forward or in a hook.
 
-What `backward()` brings adds to `.grad` of a call's parameters. What `torch.autograd.grad` asks
-for by the way, in a hook or in the forward (deep-equilibrium layers, forces, gradient penalties),
-must not: autograd would not run the parameters' nodes for it. Those are no part of the outer graph,
-so each joining node is tied to one more leaf, which the engine runs whenever it would run them.
-The gradient of a parameter itself cannot be asked for in that way. In a forward `check_asked`
-refuses it. In a hook torch refuses it, or returns None with `allow_unused=True`.
+`backward()` adds to `.grad` of a call's parameters. `torch.autograd.grad` in a hook or in a forward
+(deep-equilibrium layers, forces, gradient penalties) must not: autograd would not run the
+parameters' nodes for it. These nodes are not part of the outer graph, so each joining node has one
+more input, a leaf that the engine runs whenever it would run them. The gradient of a parameter
+itself cannot be computed that way: in a forward `check_asked` raises ModelError; in a hook torch
+raises, or returns None with `allow_unused=True`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,29 +28,28 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from gpipe_hpc.data_parallel import AccumulationHook
-from gpipe_hpc.engine.backward.calls import (
-    accumulate_gradients,
-    differentiate,
-    edge_of,
-    reachable_nodes,
-)
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.torch_compat import (
     HANDS_OVER_BACKWARD,
     are_functorch_transforms_active,
     asked_of_backward,
     is_forward_ad_enabled,
+    run_backward,
     top_saved_tensors_hooks,
     will_engine_execute,
 )
 
+Edges = Sequence[GradientEdge]
+Tensors = Sequence[torch.Tensor]
+
 # Torch functions that start a backward.
-STARTS: Final[frozenset[Any]] = frozenset(
+_STARTS: Final[frozenset[Any]] = frozenset(
     {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 )
 
@@ -58,13 +58,69 @@ with torch.inference_mode(False):
 _NODE: Final = get_gradient_edge(_LEAF).node
 
 
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Return the graph edge at which a backward starts from a tensor that requires a gradient."""
+    node: Any = tensor.grad_fn
+    if node is None:
+        return get_gradient_edge(tensor)
+    if isinstance(node, BackwardCFunction):
+        # In older torch the node of an `autograd.Function` does not keep its graph alive.
+        with torch.enable_grad():
+            return edge_of(tensor.view_as(tensor))
+    return GradientEdge(node, tensor.output_nr)
+
+
+def reachable_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of an autograd graph that can be reached from `nodes`, each once."""
+    left, seen = list(nodes), {None}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left.extend(following for following, _ in node.next_functions)
+            yield node
+
+
+def accumulate_gradients(edges: Edges, gradients: Tensors, inputs: Tensors = ()) -> None:
+    """Run a backward as `torch.autograd.backward` does, without its checks of shapes in Python.
+
+    The checks take as long as the backward of a small layer. Autograd's engine itself refuses
+    shapes that cannot be broadcast, and all gradients passed here were computed by autograd.
+    """
+    run_backward(
+        tuple(edges),
+        tuple(gradients),
+        False,  # keep_graph
+        False,  # create_graph
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def differentiate(
+    edges: Edges, gradients: Tensors, inputs: Tensors, *, create_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients as `torch.autograd.grad` does; keeps the graph; unused inputs get None."""
+    found: tuple[torch.Tensor | None, ...] = run_backward(
+        tuple(edges),
+        tuple(gradients),
+        True,  # keep_graph
+        create_graph,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
 def join(call: "DeferredCall", inputs: Iterable[torch.Tensor]) -> Any:
-    """Return a call's output as part of the graph of `inputs`, those that have a gradient."""
+    """Return the output of a call, joined to the graph of `inputs`, which require gradients."""
     return _APPLY(call, *inputs, _LEAF)
 
 
 class _Joint(torch.autograd.Function):
-    """The node that stands for a call in the outer graph."""
+    """The autograd node that represents a deferred call in the outer graph."""
 
     @staticmethod
     def forward(ctx: Any, call: "DeferredCall", *anchors: torch.Tensor) -> torch.Tensor:
@@ -78,27 +134,23 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call: DeferredCall = ctx.joined_call
         gradient = gradients[0]
-        if gradient is None:  # nothing behind it has a gradient: nor have its parameters
+        if gradient is None:  # then the inputs and parameters of the call have none either
             return (None,) * (1 + ctx.num_anchors)
         found = call.input_gradients(gradient)
         if will_engine_execute(_NODE):
-            call.leave(gradient)
+            call.deferred.add(call.edge, gradient, call.parameters)
         return (None, *found, None)
 
 
-# What `_Joint.apply` comes to outside functorch's transforms, where nothing is joined.
+# `_Joint.apply` without its check for functorch's transforms, under which no call is joined.
 _APPLY: Final[Any] = getattr(super(torch.autograd.Function, _Joint), "apply", _Joint.apply)
 
 
-def runs_itself(parameter: nn.Parameter) -> bool:
-    """Say whether the backward that runs now adds to a parameter as autograd does, too."""
-    return will_engine_execute(get_gradient_edge(parameter).node)
-
-
 def check_asked(start: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Refuse a backward to the parameter of a joined call: ModelError.
+    """Raise ModelError for a call of autograd that differentiates by a joined call's parameter.
 
-    Torch would find no way there. `start`: one of `STARTS`, and what it is called with.
+    The outer graph has no path to that parameter. `start`: one of `_STARTS`, called with the other
+    arguments.
     """
     inputs = args[1] if start is torch.autograd.grad else keywords.get("inputs")
     asked = {id(each) for each in _listed(inputs) if isinstance(each, nn.Parameter)}
@@ -112,22 +164,6 @@ def check_asked(start: Any, args: Sequence[Any], keywords: Mapping[str, Any]) ->
                     f"parameter {tuple(parameter.shape)}, expected that only with respect to "
                     f"inputs; use torch.func.grad there, or a schedule whose backward is B"
                 )
-
-
-def gradient_with_graph(
-    gradient: torch.Tensor, weight: torch.Tensor, held: torch.Tensor
-) -> torch.Tensor:
-    """Return the gradient of a linear layer's input, itself to be differentiated.
-
-    `held`: the weight of the forward. ModelError if `weight` has another value since.
-    """
-    if weight.data_ptr() != held.data_ptr():
-        raise ModelError(
-            f"split backward: the weight {tuple(weight.shape)} of a linear layer was replaced "
-            f"between its forward and a torch.autograd.grad with create_graph=True, expected as "
-            f"it was; put it back after that"
-        )
-    return gradient.matmul(weight.conj() if weight.is_complex() else weight)
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -175,9 +211,9 @@ _SPLIT: Final = frozenset(
 
 
 class Deferred:
-    """The weight gradients of one micro-batch of a stage that wait for `W`.
+    """The weight gradients of one micro-batch of a stage that `W` will compute.
 
-    `hold` is told of the inputs of each call, which its graph keeps as they are.
+    `hold` is called with the inputs of each deferred call, whose graph keeps them alive.
     """
 
     def __init__(self, hold: Callable[[Iterable[torch.Tensor]], None] | None = None) -> None:
@@ -189,7 +225,7 @@ class Deferred:
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
-        """Return a block within which nobody but a layer or the loss could call `add`."""
+        """Return a block for the forward, in which a backward through a deferred call raises."""
         self.is_in_forward = True
         try:
             yield
@@ -197,13 +233,13 @@ class Deferred:
             self.is_in_forward = False
 
     def __len__(self) -> int:
-        """Return how many function calls wait."""
+        """Return the number of deferred calls."""
         return len(self._edges)
 
     def add(
         self, edge: GradientEdge, gradient: torch.Tensor, parameters: Iterable[nn.Parameter]
     ) -> None:
-        """Note the gradient of a call's output; ModelError if that cannot wait for `W`."""
+        """Store the gradient of a call's output for `W`; ModelError if it cannot be deferred."""
         if self.is_in_forward or torch.is_grad_enabled():
             raise ModelError(
                 "split backward: a layer, or the loss, calls backward() on what was computed "
@@ -215,7 +251,7 @@ class Deferred:
         self._gradients.append(gradient)
         for parameter in parameters:
             self._parameters[id(parameter)] = parameter
-            if _has_hooks(parameter) and runs_itself(parameter):
+            if _has_hooks(parameter) and will_engine_execute(edge_of(parameter).node):
                 raise ModelError(
                     f"split backward: a parameter {tuple(parameter.shape)} with a hook is used by "
                     f"a function that leaves its gradient to W, and by another that does not; "
@@ -224,14 +260,14 @@ class Deferred:
                 )
 
     def run(self) -> None:
-        """Accumulate all weight gradients, and release what they were kept for."""
+        """Accumulate all weight gradients and release the graphs."""
         if self._edges:
             accumulate_gradients(self._edges, self._gradients, list(self._parameters.values()))
         self._edges, self._gradients, self._parameters = [], [], {}
 
 
 class DeferWeights(TorchFunctionMode):
-    """Within it, forwards leave the gradients of their parameters to `deferred`."""
+    """A mode in which forwards defer the gradients of their parameters to `deferred`."""
 
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()
@@ -244,11 +280,11 @@ class DeferWeights(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one torch function; split it if it is of the kind and takes a parameter."""
+        """Run one torch function; defer its weight gradients if it takes a trained parameter."""
         keywords, deferred = kwargs or {}, self._deferred
         if torch.compiler.is_compiling():
             return func(*args, **keywords)
-        if func in STARTS:
+        if func in _STARTS:
             check_asked(func, args, keywords)
             return func(*args, **keywords)
         if not HANDS_OVER_BACKWARD:
@@ -266,23 +302,23 @@ class DeferWeights(TorchFunctionMode):
 
 
 def _is_old_nested(args: Sequence[Any]) -> bool:
-    """Say whether a call is of a nested tensor without the jagged layout, which has no sizes."""
+    """Return whether the first argument is a nested tensor of the old layout, without sizes."""
     first = args[0] if args else None
     return isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided
 
 
 def _may_split() -> bool:
-    """Say whether what runs now is an ordinary forward: once, eager, with a graph."""
+    """Return whether the present call is part of an ordinary forward: eager, once, with a graph."""
     if not torch.is_grad_enabled():
         return False
     if not is_forward_ad_enabled():
-        # Within an `autograd.Function`, whose backward may ask for the gradients of parameters.
+        # Within an `autograd.Function`, whose backward may compute the gradients of parameters.
         return False
     return not (are_functorch_transforms_active() or _is_checkpointed())
 
 
 def _is_checkpointed() -> bool:
-    """Say whether `torch.utils.checkpoint` will run this again and compare what it saves."""
+    """Return whether the call runs within `torch.utils.checkpoint`, which will repeat it."""
     hooks = top_saved_tensors_hooks(True)
     return bool(hooks) and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
@@ -294,7 +330,7 @@ def _split_call(
     parameters: list[nn.Parameter],
     deferred: Deferred,
 ) -> Any:
-    """Run `func` on cut-off inputs and join its output to the graph of the real ones."""
+    """Run `func` on detached inputs and join its output to the graph of the original inputs."""
     inputs = [value for value in (*args, *keywords.values()) if _is_input(value)]
     leaves: list[torch.Tensor] = []
 
@@ -302,7 +338,7 @@ def _split_call(
         if not _is_input(value):
             return value
         leaves.append(value.detach().requires_grad_())
-        # Autocast remembers casts of leaves for the whole step; only those of weights shall stay.
+        # Autocast caches casts of leaves until the step ends; only casts of weights should stay.
         is_cast = torch.is_autocast_enabled(value.device.type)
         return leaves[-1].view_as(leaves[-1]) if is_cast else leaves[-1]
 
@@ -322,7 +358,7 @@ def _split_linear(
     *,
     deferred: Deferred,
 ) -> Any:
-    """Do what `_split_call` does for the commonest call: its input gradient is one product."""
+    """Run `F.linear` as `_split_call` does; the gradient of its input is one matmul."""
     leaf = input.detach()
     output = F.linear(leaf, weight, bias)
     parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
@@ -334,9 +370,9 @@ def _split_linear(
 
 
 def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
-    """Say whether the input's gradient is asked for and takes nothing but the weight itself.
+    """Return whether the input requires a gradient, and this takes one matmul with the weight.
 
-    Not under autocast, which makes another weight of it that the call's own graph keeps.
+    Not under autocast, which uses a cast of the weight that only the call's own graph keeps.
     """
     return (
         type(weight) is nn.Parameter
@@ -349,7 +385,7 @@ def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Say whether the user has put a hook on a parameter, other than on its node."""
+    """Return whether the user has registered a hook on a parameter, other than on its node."""
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
     return bool(parameter._backward_hooks) or not all(
         isinstance(h, AccumulationHook) for h in hooks
@@ -357,7 +393,7 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def _is_trained(value: Any) -> bool:
-    # Of the class itself: torch's own check of a Parameter looks at far more.
+    # The exact class first: torch's own `isinstance` check of a Parameter is slow.
     return (
         isinstance(value, torch.Tensor)
         and value.requires_grad
@@ -372,7 +408,16 @@ def _is_input(value: Any) -> bool:
 
 
 class DeferredCall:
-    """A function call with a graph of its own; for a linear layer with what the forward held."""
+    """A function call with a graph of its own, whose weight gradients are deferred to `W`.
+
+    Args:
+        output: The output, until it is joined to the outer graph.
+        leaves: The detached inputs that require a gradient.
+        parameters: The parameters that the call takes.
+        weight: The weight of a plain linear layer; None for any other call.
+        held: That weight as the forward used it, detached.
+        deferred: The weight gradients of the micro-batch.
+    """
 
     __slots__ = ("deferred", "edge", "held", "leaves", "output", "parameters", "weight")
 
@@ -387,15 +432,9 @@ class DeferredCall:
     ) -> None:
         self.output: torch.Tensor | None = output
         self.edge = edge_of(output)
-        self.leaves = leaves
-        self.parameters = parameters
-        self.weight = weight
-        self.held = held
+        self.leaves, self.parameters = leaves, parameters
+        self.weight, self.held = weight, held
         self.deferred = deferred
-
-    def leave(self, gradient: torch.Tensor) -> None:
-        """Leave the gradients of the weights to `W`."""
-        self.deferred.add(self.edge, gradient, self.parameters)
 
     def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the inputs."""
@@ -409,10 +448,17 @@ class DeferredCall:
         return differentiate((self.edge,), (gradient,), self.leaves)
 
     def _with_graph(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return them for `create_graph`: functions of `gradient` and of the parameters."""
-        if self.weight is not None and self.held is not None:
-            return (gradient_with_graph(gradient, self.weight, self.held),)
-        if len(self.leaves) > 1:  # they may be functions of one another, whose graph is not here
+        """Return the input gradients as functions of `gradient` and of the parameters."""
+        weight, held = self.weight, self.held
+        if weight is not None and held is not None:
+            if weight.data_ptr() != held.data_ptr():
+                raise ModelError(
+                    f"split backward: the weight {tuple(weight.shape)} of a linear layer was "
+                    f"replaced between its forward and a torch.autograd.grad with "
+                    f"create_graph=True, expected as it was; put it back after that"
+                )
+            return (gradient.matmul(weight.conj() if weight.is_complex() else weight),)
+        if len(self.leaves) > 1:  # one may be a function of another, by a graph that is not here
             raise ModelError(
                 "split backward: a layer differentiates with create_graph=True what a torch "
                 "function made of a parameter and several inputs, expected of one input; use "

@@ -7,13 +7,13 @@ from torch import nn
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage import Stage, evaluation_mode
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
-from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
-from gpipe_hpc.engine.stages.stage import Stage, training_modes
+from gpipe_hpc.engine.wiring import StageRoutes
 from gpipe_hpc.errors import ModelError
 
 CPU = HostDevice()
-MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
+MIDDLE = StageRoutes({-1: ()}, {1: ()})
 
 
 class Apply(nn.Module):
@@ -108,7 +108,7 @@ def test_training_and_evaluation_are_told_apart():
     """Dropout writes in place in training only; having seen evaluation says nothing of it."""
     stage = stage_of(nn.Dropout(0.5, inplace=True))
     boundary = torch.ones(64)
-    with training_modes([stage], False):
+    with evaluation_mode([stage]):
         run(stage, boundary, no_key)
     run(stage, boundary, no_key)
     assert boundary.tolist() == [1.0] * 64
@@ -146,7 +146,7 @@ def test_buffers_that_do_not_persist_are_left_out():
 def test_modes_come_back_as_the_user_had_set_them():
     layers = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Dropout()), nn.Linear(1, 1)
     stage = stage_of(*layers)
-    with pytest.raises(KeyError), training_modes([stage], False):
+    with pytest.raises(KeyError), evaluation_mode([stage]):
         assert not any(m.training for layer in layers for m in layer.modules())
         raise KeyError
     assert [m.training for layer in layers for m in layer.modules()] == [True, False, True, True]

@@ -9,7 +9,7 @@ from gpipe_hpc.comm.collectives.group import SoloGroup
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.threads import ThreadGroup
 from gpipe_hpc.device.device import HostDevice
-from gpipe_hpc.engine.stages.wiring import Wiring
+from gpipe_hpc.engine.wiring import Wiring
 from gpipe_hpc.schedule import build
 from gpipe_hpc.schedule.table.placements import copies_in_rows
 from tests.schedule.conftest import VARIANTS, label

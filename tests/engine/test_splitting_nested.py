@@ -16,14 +16,14 @@ from gpipe_hpc import Pipeline, run_on_threads, torch_compat
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
-from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
-from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.wiring import StageRoutes
 from gpipe_hpc.errors import ModelError
 from tests.engine.catalogue import PRODUCTS, SELF_DIFFERENTIATING, Pair, equilibrium, force
 from tests.support import mean_square
 
-MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
+MIDDLE = StageRoutes({-1: ()}, {1: ()})
 each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 
 

@@ -1,11 +1,11 @@
-"""Detection of parameters that a backward reaches but no layer of this rank has.
+"""Detection of parameters that a backward reaches but that no layer of this rank has registered.
 
-A loss that is a module with weights, a penalty over the parameters of the whole model, a head that
-keeps the embedding in a plain list: here nobody trains what they read, sums its gradient or saves
-it. In one piece the last two train as they should, so nothing but the graph tells. It is walked
-for one micro-batch of a stage in each of the first steps, before its backward runs.
+Examples are a loss that is a module with weights, a penalty over the parameters of the whole model,
+or a head that keeps the embedding in a plain list. Such parameters would not be trained, reduced or
+saved here, while the last two examples work in an unpartitioned model. Only the graph shows them,
+so it is walked for one micro-batch of a stage in each of the first steps, before its backward.
 
-What is read without a graph (`no_grad`, `detach`, a frozen parameter) is not seen.
+Parameters that are read without a graph (`no_grad`, `detach`, frozen) are not detected.
 """
 
 import logging
@@ -21,24 +21,25 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_hpc.engine.backward.calls import reachable_nodes
+from gpipe_hpc.engine.backward.splitting import reachable_nodes
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Layer, named_layer_parameters
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 NUM_LOOKED: Final = 2
-"""In how many steps a stage's graph is looked at."""
-_DEPTH: Final = 5  # of what a loss refers to: partials, methods, closures, attributes, containers
+"""Number of steps in which a stage's graph is checked."""
+_DEPTH: Final = 5  # of references from a loss: partials, methods, closures, attributes, containers
 _ENDS: Final = (torch.Tensor, type, ModuleType, str, bytes, int, float)
-_MOST: Final = 1000  # objects that are looked at
+_MOST: Final = 1000  # objects that are visited
 
 
 class ForeignParameters:
     """The parameters that graphs of a rank's stages must not reach.
 
-    `model`: all layers, as they were given. `own`: those that this rank holds, by index. The
-    layers that it does not hold are not kept alive.
+    Args:
+        model: All layers, as the user passed them; layers of other ranks are not kept alive.
+        own: The layers of this rank by index.
     """
 
     def __init__(self, model: Sequence[Layer], own: Mapping[int, nn.Module]) -> None:
@@ -72,7 +73,7 @@ class ForeignParameters:
         for leaf in found.values():
             if isinstance(leaf, nn.Parameter):
                 self._judge(leaf, where, loss_fn)
-            else:  # a layer or a loss may make one as it runs: only what lasts can be trained
+            else:  # a layer or a loss may create leaves as it runs: only lasting ones are trained
                 name = _name_in(loss_fn, leaf)
                 if name is not None:
                     raise _of_loss(name, leaf)
@@ -104,7 +105,7 @@ def _of_loss(name: str, tensor: torch.Tensor) -> ModelError:
 
 
 def _leaves(edges: Iterable[GradientEdge]) -> Iterator[torch.Tensor]:
-    """Yield the leaf tensors that a backward would accumulate gradients in, each once."""
+    """Yield the leaf tensors whose gradients a backward would accumulate, each once."""
     found: set[int] = set()
     for node in reachable_nodes(edge.node for edge in edges):
         call = getattr(node, "joined_call", None)  # of a backward that is split
@@ -118,7 +119,7 @@ def _leaves(edges: Iterable[GradientEdge]) -> Iterator[torch.Tensor]:
 
 
 def _name_in(loss_fn: object, wanted: torch.Tensor | None) -> str | None:
-    """Return the path from a loss to a tensor that it refers to, None if it does not."""
+    """Return the path of attributes from a loss to a tensor, or None if there is none."""
     todo, seen = [("loss_fn", loss_fn, 0)], set[int]()
     while todo and len(seen) < _MOST:
         path, value, depth = todo.pop(0)

@@ -13,13 +13,13 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
-from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
-from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.wiring import StageRoutes
 from gpipe_hpc.errors import ActionError
 from tests.support import mean_square, resident_bytes
 
-MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
+MIDDLE = StageRoutes({-1: ()}, {1: ()})
 
 
 class Apply(nn.Module):

@@ -12,13 +12,13 @@ from torch import nn
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.layer_runner import RunMode
 from gpipe_hpc.engine.run import Outcome, Run
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.stage_runner import ForwardPlan, StageRunner
-from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
-from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.wiring import StageRoutes
 from gpipe_hpc.models import build_layer, build_model
 
 CPU = HostDevice()
-MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
+MIDDLE = StageRoutes({-1: ()}, {1: ()})
 
 
 class Apply(nn.Module):

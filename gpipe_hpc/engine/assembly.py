@@ -1,9 +1,15 @@
-"""From a model and a cut to the stages of one rank, and the proof that nothing was lost."""
+"""Build, equalise and compile the stages of one rank, from a model and a partition."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import importlib.util
+import inspect
+import os
+import shutil
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from operator import add
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -13,9 +19,11 @@ from gpipe_hpc.comm.collectives.packed import broadcast_packed
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.data_parallel import GradientBuckets, choose_strategy
+from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine.buffer_sync import copy_of, plain_buffers, take_over
-from gpipe_hpc.engine.stages.routes import stage_routes
-from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.wiring import stage_routes
+from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import (
     Layer,
     Tie,
@@ -31,9 +39,13 @@ from gpipe_hpc.models import (
 from gpipe_hpc.schedule import Placement
 from gpipe_hpc.settings import Outer
 
+_INDUCTOR: Final = "inductor"
+# With and without gradients, in training and evaluation, with static sizes, dynamic ones, and 1.
+_MAX_VARIANTS: Final = 64
+
 
 class ParameterInfo(NamedTuple):
-    """Facts about a parameter that every rank knows."""
+    """Properties of one parameter of the model, known to every rank."""
 
     name: str
     stage: int
@@ -48,17 +60,26 @@ def build_stages(
     seed: int,
     world: World,
     everybody: ControlGroup,
-    precision: str = "float32",
-    recomputed: Sequence[frozenset[int]] | None = None,
-    built_on_device: bool = False,
+    precision: str,
+    recomputed: Sequence[frozenset[int]] | None,
+    *,
+    built_on_device: bool,
 ) -> dict[int, Stage]:
-    """Build the stages `indices` of a model that is cut into stages of `counts` layers.
+    """Build the stages `indices` of a model; a collective call.
 
-    `recomputed`: the layers of each stage that an ``R`` runs again; None for all.
-    `built_on_device`: build each `LayerSpec` on the world's device instead of the CPU.
+    Layers that are built modules are trained themselves, except if an earlier rank of this process
+    trains the same object: then this rank trains a copy.
 
-    The same call on every rank. Layers that come built are trained themselves, except on ranks
-    that find the same object trained by a rank ahead of them: those work on copies.
+    Args:
+        layers: All layers of the model.
+        counts: The number of layers of each stage.
+        indices: The stages of this rank.
+        seed: Initial weights of a `LayerSpec` depend on it and on the layer's index.
+        world: The ranks of the run.
+        everybody: The group of all ranks.
+        precision: The precision of forwards.
+        recomputed: For each stage the layers that an ``R`` runs again; None for all.
+        built_on_device: Build each `LayerSpec` on the world's device instead of the CPU.
     """
     spans = stage_layers(counts)
     refuse_shared_statistics(layers)
@@ -66,11 +87,11 @@ def build_stages(
     routes = stage_routes(find_skips(layers), counts)
     held = [i for stage in indices for i in spans[stage]]
     # Built layers may share whole modules with layers of other ranks, and ranks may be threads
-    # of one process: whoever does not hold the first place works on a copy.
+    # of one process: a rank that does not hold the first place trains a copy.
     apart = {i for tie in ties for i, _ in tie.places if tie.places[0][0] not in held}
     if world.is_one_process:
         apart |= _taken(layers, held, everybody)
-    # In one go: what two of them share, registered or not, stays shared.
+    # Copied together, so that objects that two of them share stay shared, registered or not.
     copies = copy.deepcopy({i: layers[i] for i in held if i in apart})
     modules = {
         i: build_layer(
@@ -104,7 +125,7 @@ def build_stages(
 def _buffers_elsewhere(
     layers: Sequence[Layer], spans: Sequence[range]
 ) -> dict[int, dict[str, int]]:
-    """Return, for each layer, which buffers a layer of another stage has too, with that layer."""
+    """Return for each layer its buffers that a layer of another stage shares, and that layer."""
     stages = {index: stage for stage, span in enumerate(spans) for index in span}
     holders: dict[int, dict[int, int]] = {}  # by memory: the first layer of each stage
     found: dict[int, dict[str, int]] = {}
@@ -131,7 +152,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _taken(layers: Sequence[Layer], held: Sequence[int], everybody: ControlGroup) -> set[int]:
-    """Return which built layers of this rank an earlier rank, a thread of this process, trains."""
+    """Return the built layers of this rank that an earlier rank of this process trains."""
     built = {i: id(layers[i]) for i in held if isinstance(layers[i], nn.Module)}
     claims = everybody.all_gather_object(set(built.values()))
     taken = {each for ids in claims[: everybody.position] for each in ids}
@@ -139,7 +160,7 @@ def _taken(layers: Sequence[Layer], held: Sequence[int], everybody: ControlGroup
 
 
 def _share(tie: Tie, modules: Mapping[int, nn.Module]) -> None:
-    """Make all places of a tie on this rank one parameter."""
+    """Register one parameter in all places of a tie on this rank."""
     places = [place for place in tie.places if place[0] in modules]
     for layer, name in places:
         first = parameter_at(modules[places[0][0]], places[0][1], f"layers.{places[0][0]}")
@@ -151,7 +172,11 @@ def gather_parameters(
 ) -> tuple[ParameterInfo, ...]:
     """Return all parameters of the model in global order, each once, the same on every rank."""
     own = [
-        (stage.index, position, _info(name, stage.index, parameter))
+        (
+            stage.index,
+            position,
+            ParameterInfo(name, stage.index, parameter.numel(), parameter.dtype == torch.float64),
+        )
         for stage in stages.values()
         for position, (name, parameter) in enumerate(stage.named_parameters().items())
         if stage.owns(name)
@@ -159,23 +184,10 @@ def gather_parameters(
     return tuple(info for _, _, info in sorted(set(pipeline.merge_object(own, add))))
 
 
-def _info(name: str, stage: int, parameter: nn.Parameter) -> ParameterInfo:
-    is_double = parameter.dtype == torch.float64
-    return ParameterInfo(name, stage, parameter.numel(), is_double)
-
-
-def by_stage(parameters: Sequence[ParameterInfo]) -> list[dict[str, int]]:
-    """Return the number of elements of each stage's parameters, by name."""
-    stages: dict[int, dict[str, int]] = {}
-    for info in parameters:
-        stages.setdefault(info.stage, {})[info.name] = info.num_elements
-    return [stages[stage] for stage in sorted(stages)]
-
-
 def equalise_copies(stages: Mapping[int, Stage], copies: Mapping[int, Group]) -> None:
     """Copy parameters and buffers of each stage from replica 0 to all other replicas.
 
-    Stages with the same holders go together, packed into few broadcasts.
+    Stages with the same ranks are packed into few broadcasts.
     """
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for index in sorted(stages):
@@ -197,11 +209,15 @@ def _equalise(stages: Sequence[Stage], group: Group, root: int) -> None:
 
 
 class TiedParameter(NamedTuple):
-    """A parameter of several stages, perhaps of several ranks. Stages of one rank share the object.
+    """A parameter that several stages use, perhaps on several ranks.
 
-    `gradients`: its gradient, summed at the end of a step, when all stages have added to it.
-    `copies`: every rank, of every replica, that holds it. `group`: the ranks over which its
-    gradients are summed: with local SGD those of this replica alone, else `copies`.
+    Args:
+        name: The global name of its first place.
+        parameter: The parameter; one object for all stages of this rank.
+        gradients: Its gradient, reduced at the end of a step, after all stages have added to it.
+        copies: All ranks of all replicas that hold it.
+        group: The ranks over which its gradients are summed: `copies`, or with local SGD those of
+            this replica.
     """
 
     name: str
@@ -220,9 +236,9 @@ def join_ties(
     world: World,
     outer: Outer,
     *,
-    uses_local_sgd: bool = False,
+    uses_local_sgd: bool,
 ) -> list[TiedParameter]:
-    """Return this rank's tied parameters, whose copies are made equal; all ranks call it.
+    """Make the copies of tied parameters equal, and return those of this rank; a collective call.
 
     Ties of the same ranks share a group.
     """
@@ -258,3 +274,82 @@ def join_ties(
         with torch.no_grad():
             broadcast_packed(copies, tensors, root)
     return found
+
+
+def chosen_backend(wish: bool | str, device: Device) -> str | None:
+    """Return the torch.compile backend for the setting `compile`; None for no compilation.
+
+    Raises ConfigError for a backend that torch does not know, or whose compiler is missing.
+    """
+    if wish is False:
+        return None
+    backend = _INDUCTOR if wish is True else wish
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join([*torch.compiler.list_backends(), "aot_eager", "eager"])
+        raise ConfigError(
+            f"compile: unknown backend, expected true, false or one of {known}, got {wish!r}; "
+            f"choose one of them"
+        )
+    if backend == _INDUCTOR:
+        _require_compiler(device)
+    return backend
+
+
+def compile_layers(layers: Mapping[int, nn.Module], backend: str) -> dict[int, Callable[..., Any]]:
+    """Return a compiled call for each layer of a rank; compilation happens in the first call.
+
+    Each layer is compiled by itself, and layers of the same kind share the compiled code, in all
+    stages. The layers, their parameters and names do not change. Random numbers are those of
+    uncompiled layers, so a dropout mask is the same in F and R.
+    """
+    kinds: dict[Hashable, Callable[..., Any]] = {}
+    calls: dict[int, Callable[..., Any]] = {}
+    for index, layer in layers.items():
+        kind = _kind(layer)
+        if kind not in kinds:
+            kinds[kind] = _compiled(f"layers_{index}", backend)
+        calls[index] = partial(kinds[kind], layer)
+    return calls
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Return a key that is equal for layers that are likely to compile to the same code."""
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    return (
+        type(layer),
+        repr(layer),
+        tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors),
+    )
+
+
+def _compiled(name: str, backend: str) -> Callable[..., Any]:
+    # torch counts variants by code object, so each kind of layer gets a code object of its own.
+    code = _call.__code__.replace(co_name=name)
+    function = types.FunctionType(code, _call.__globals__, name)
+    options: dict[str, Any] = {}
+    if backend == _INDUCTOR:
+        options["options"] = {"fallback_random": True}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = _MAX_VARIANTS
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
+    return compiled
+
+
+def _call(layer: nn.Module, *args: Any) -> Any:
+    return layer(*args)
+
+
+def _require_compiler(device: Device) -> None:
+    if device.is_accelerator:
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError(
+                "compile: expected Triton, which makes GPU code, got none; pip install triton, or "
+                "compile=false"
+            )
+        return
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    if not any(shutil.which(name.split()[0]) for name in wanted):
+        raise ConfigError(
+            f"compile: expected a C++ compiler, got none of {', '.join(wanted)}; install g++, set "
+            f"CXX, or compile=false"
+        )

@@ -1,9 +1,9 @@
-"""A warning if a model given as nn.Sequential is used: each rank trains only a part of it.
+"""A warning if the user's whole model is used, of which each rank trains only a part.
 
-`model(inputs)`, `model.state_dict()` and `torch.save(model)` work then, and mix trained weights
-with those from before training. `Pipeline` does not change the user's modules, so a hook on the
-container logs one warning when it is used. It is set by the first step or load, as before that
-the model is what it was.
+`model(inputs)`, `model.state_dict()` and `torch.save(model)` would mix trained weights with weights
+from before training. `Pipeline` does not change the user's modules, so a hook on the container
+(`nn.Sequential`) logs one warning when it is used. The hook is registered by the first step or
+load, as before that the model is unchanged.
 """
 
 import logging
@@ -22,9 +22,17 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 class WholeModel:
-    """The container that was given as the model, and which of its layers this process trains.
+    """The container that the user passed as the model, and its layers that other ranks train.
 
-    `trained`: the layers of this rank, as built. A list of layers cannot be run and is not watched.
+    As a hook of the container it logs one warning when the container, or a copy, is used. A list of
+    layers cannot be run, and gets no hook.
+
+    Args:
+        given: The model as the user passed it.
+        layers: All layers of the model.
+        trained: The layers of this rank, as built.
+        everybody: The group of all ranks.
+        is_one_process: All ranks are threads of this process.
     """
 
     def __init__(
@@ -37,23 +45,23 @@ class WholeModel:
         is_one_process: bool,
     ) -> None:
         self._container = ref(given) if isinstance(given, nn.Module) else None
-        # The objects themselves: a rank may work on a copy of a layer, which leaves the given one.
+        # The objects themselves, as a rank may train a copy of a layer.
         own = {id(layers[i]) for i, module in trained.items() if module is layers[i]}
         if is_one_process:
             own = set().union(*everybody.all_gather_object(own))
         self._stale = [
             i for i, each in enumerate(layers) if id(each) not in own and _is_trained(each)
         ]
-        self._is_watched = self._container is None
+        self._is_watched, self._is_said = self._container is None, False
         if isinstance(given, nn.Module) and given in _HOOKS:
-            hook, _ = _HOOKS[given]
-            if not trained.keys().isdisjoint(hook.stale):
-                hook()  # a second pipeline begins with layers that the first one did not train
+            earlier, _ = _HOOKS[given]
+            if not trained.keys().isdisjoint(earlier._stale):
+                earlier()  # this pipeline begins with layers that an earlier one did not train
 
     def watch(self) -> None:
         """Warn from now on if the container is used and other ranks train some of its layers.
 
-        The container is not kept alive: whoever has dropped it needs no memory for it.
+        The container is not kept alive.
         """
         if self._is_watched:
             return
@@ -65,50 +73,41 @@ class WholeModel:
         for handle in handles:
             handle.remove()
         if self._stale:
-            hook = _StaleHook(self._stale)
-            # torch has left the second one without types.
+            # torch has no types for this method.
             on_read: Callable[..., RemovableHandle] = container.register_state_dict_pre_hook
-            handles = container.register_forward_pre_hook(hook), on_read(hook)
-            _HOOKS[container] = hook, handles
-
-
-def _is_trained(layer: Layer) -> bool:
-    """Return whether training may change a layer: it has trained parameters or buffers."""
-    if not isinstance(layer, nn.Module):
-        return True
-    return any(p.requires_grad for p in layer.parameters()) or any(True for _ in layer.buffers())
-
-
-class _StaleHook:
-    """Logs one warning when it is called, by whatever uses the container or a copy of it."""
-
-    def __init__(self, stale: Sequence[int]) -> None:
-        self.stale = frozenset(stale)
-        self._is_said = False
+            handles = container.register_forward_pre_hook(self), on_read(self)
+            _HOOKS[container] = self, handles
 
     def __call__(self, *_: Any) -> None:
+        """Log the warning, once."""
         if self._is_said:
             return
         self._is_said = True
-        names = ", ".join(str(index) for index in sorted(self.stale)[:8])
         log.warning(
             "model: the module that was given to Pipeline is used as a whole, but its layers %s%s "
             "are trained on other ranks and have old weights on this one; run the model by "
             "pipe.predict or pipe.evaluate, save it by pipe.save, and write all its weights by "
             "gpipe_hpc.export.export_safetensors(pipe, folder, prefix='')",
-            names,
-            ", ..." if len(self.stale) > 8 else "",
+            ", ".join(map(str, self._stale[:8])),
+            ", ..." if len(self._stale) > 8 else "",
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_StaleHook":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WholeModel":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Warn, and pickle as a function that does nothing: a file needs no gpipe_hpc to load."""
+        """Warn; pickle as a function that does nothing, so that a file loads without gpipe_hpc."""
         self()
         return getattr, (nullcontext(), "__exit__")
 
 
-_HOOKS: WeakKeyDictionary[nn.Module, tuple[_StaleHook, tuple[RemovableHandle, ...]]] = (
+def _is_trained(layer: Layer) -> bool:
+    """Return whether a layer has trained parameters or buffers, so that training may change it."""
+    if not isinstance(layer, nn.Module):
+        return True
+    return any(p.requires_grad for p in layer.parameters()) or any(True for _ in layer.buffers())
+
+
+_HOOKS: WeakKeyDictionary[nn.Module, tuple[WholeModel, tuple[RemovableHandle, ...]]] = (
     WeakKeyDictionary()
 )
