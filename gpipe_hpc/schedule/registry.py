@@ -19,6 +19,9 @@ from gpipe_hpc.schedule.table.actions import Op
 from gpipe_hpc.schedule.table.schedule import Placement, Schedule
 
 _NO_OPTIONS: Final = ("ranks", "microbatches", "within")
+# Ranks x micro-batches of a table: larger ones would fill the memory of a host. GPT-3 on 64 ranks,
+# each sample of its batch of 1536 a micro-batch, has 98,304.
+_LARGEST: Final = 4_000_000
 
 # Each function takes (ranks, microbatches) and its own options as further keywords.
 SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
@@ -144,6 +147,13 @@ def _checked(name: str, ranks: int, microbatches: int, options: Mapping[str, Any
             raise _unknown_option(name, option, known)
     check_integer(name, "ranks", ranks)
     check_integer(name, "microbatches", microbatches)
+    if ranks * microbatches > _LARGEST:
+        raise ScheduleError(
+            f"schedule {name!r}: {microbatches} micro-batches on {ranks} rank(s) are too many for "
+            f"a table, expected at most {_LARGEST} micro-batches x ranks, got "
+            f"{ranks * microbatches}; lower pipeline.microbatches, train.accumulation or "
+            f"pipeline.stages"
+        )
     return name
 
 
