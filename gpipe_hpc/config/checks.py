@@ -6,9 +6,9 @@ Single values are checked by their fields; checks within one section are methods
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 from typing import Final
 
-from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.schedule import (
     PartialReplicas,
     in_rows,
@@ -17,7 +17,15 @@ from gpipe_hpc.schedule import (
     replicas_on,
     schedule_names,
 )
-from gpipe_hpc.settings import Config, Outer, SGDConfig, TokenDataConfig, refuse, suggestion
+from gpipe_hpc.settings import (
+    Config,
+    MicrobatchSplit,
+    Outer,
+    SGDConfig,
+    TokenDataConfig,
+    refuse,
+    suggestion,
+)
 
 
 def check_config(config: Config, world_size: int, *, may_choose: bool = False) -> list[str]:
@@ -50,7 +58,7 @@ def check_config(config: Config, world_size: int, *, may_choose: bool = False) -
         _check_outer(config)
     config.data.check()
     _check_model(config)
-    return [] if pipeline.is_searched else list(_doubts(config, world_size))
+    return [] if pipeline.is_searched else list(_warnings(config, world_size))
 
 
 def check_values(config: Config) -> None:
@@ -146,7 +154,7 @@ def _check_portions(config: Config) -> None:
             "pipeline.normalise_over_replicas",
             "false if outer.weights gives replicas unequal numbers of micro-batches",
             together,
-            "a micro-batch has no counterpart on each other replica; leave one of both out",
+            "a micro-batch would lack a counterpart on other replicas; leave one of the two out",
         )
 
 
@@ -194,10 +202,10 @@ def _check_sizes(config: Config) -> None:
         needed = getattr(data, wanted, None)
         if type(size) is not int or type(needed) is not int or size == needed:
             continue
-        if may_be_more and (size > needed or config.loss):  # a loss of the user's may take fewer
+        if may_be_more and (size > needed or config.loss):  # the user's loss may accept fewer
             continue
         if may_be_more and size == 1 and needed <= 2 and data.shapes(1).loss == "segmentation":
-            continue  # a yes or no for each pixel
+            continue  # one logit per pixel
         place = {"width": "first of ", "num_classes": "last of "}.get(wanted, "")
         least = "at least " if may_be_more else ""
         raise refuse(
@@ -226,26 +234,25 @@ def _check_outer(config: Config) -> None:
             "lr.scaling",
             f"linear or sqrt with outer.every={every}",
             "adascale",
-            "it compares gradients that replicas sum in every step; use outer=allreduce for it",
+            "it compares gradients that replicas sum in every step; use outer=allreduce",
         )
     if steps % every:
         raise refuse(
             "outer.every",
             f"a divisor of train.steps={steps}, so that the run ends with an outer step",
             every,
-            f"set outer.every={_nearest_divisor(steps, every)} or "
+            f"set outer.every={_near_divisor(steps, every)} or "
             f"train.steps={(steps // every + 1) * every}",
         )
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min(
-        (each for each in range(1, number + 1) if number % each == 0),
-        key=lambda each: abs(each - wanted),
-    )
+def _near_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of `number` nearest to `wanted`, or any if none is within 1000."""
+    near = (each for gap in range(1000) for each in (wanted - gap, wanted + gap))
+    return next((each for each in near if each > 0 and number % each == 0), gcd(number, wanted))
 
 
-def _doubts(config: Config, world_size: int) -> Iterator[str]:
+def _warnings(config: Config, world_size: int) -> Iterator[str]:
     train = config.train
     if config.pipeline.ranks not in (None, world_size):
         yield (
@@ -279,12 +286,12 @@ def _doubts(config: Config, world_size: int) -> Iterator[str]:
             f"config: train.stop_at={train.stop_at} lies after train.steps={train.steps} and is "
             f"ignored"
         )
-    yield from _outer_doubts(config)
+    yield from _outer_warnings(config)
     yield from _empty_microbatches(config)
     yield from _unused_vocabulary(config)
 
 
-_MUCH_LARGER: Final = 4  # times the data's vocabulary; a few more rows make a size even
+_MUCH_LARGER: Final = 4  # times the data's vocabulary; some pad it to a round number
 
 
 def _unused_vocabulary(config: Config) -> Iterator[str]:
@@ -301,7 +308,7 @@ def _unused_vocabulary(config: Config) -> Iterator[str]:
         )
 
 
-def _outer_doubts(config: Config) -> Iterator[str]:
+def _outer_warnings(config: Config) -> Iterator[str]:
     every, validates = config.outer.every, config.train.validate_every
     for each in config.outer.unused():
         yield f"config: {each}; it has no effect"
@@ -422,6 +429,6 @@ def portions_of(config: Config) -> MicrobatchSplit:
 
     Raises ConfigError if outer.weights do not divide the micro-batches.
     """
-    pipeline, weights = config.pipeline, config.outer.checked_weights()
+    pipeline = config.pipeline
     count = pipeline.microbatches * config.train.accumulation
-    return MicrobatchSplit.divide(count, pipeline.num_replicas, weights)
+    return MicrobatchSplit.divide(count, pipeline.num_replicas, config.outer.weights)

@@ -19,7 +19,6 @@ from gpipe_hpc.planner.request import Request, Settings
 from gpipe_hpc.pytree import Nest
 from gpipe_hpc.schedule import Schedule, replicas_on
 from gpipe_hpc.settings import (
-    CommConfig,
     Config,
     Outer,
     PipelineConfig,
@@ -29,6 +28,8 @@ from gpipe_hpc.settings import (
     suggestion,
 )
 from gpipe_hpc.torch_compat import refuse_unfit_torch
+
+_COMM: Final = Config().comm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,13 @@ class Keywords(Settings):
     example: tuple[Nest, Nest] | None = None
     """``(inputs, targets)`` of one micro-batch, to measure or count layers; rank 0 needs it."""
     device: str = TrainConfig.device
-    timeout_s: float = CommConfig.timeout_s
-    silence_s: float = CommConfig.silence_s
-    stall_s: float | None = CommConfig.stall_s
-    bind: str = "none"  # the process is the user's: its cores and threads stay as they are
+    timeout_s: float = _COMM.timeout_s
+    silence_s: float = _COMM.silence_s
+    stall_s: float | None = _COMM.stall_s
+    bind: str = "none"  # the process is the user's: its affinity and threads stay unchanged
     num_threads: str | int | None = None
     world: World | None = None
-    """Where the ranks are. None: join the process group there is, or start one from the launcher's
+    """The world of ranks. None: join the existing process group, or start one from the launcher's
     environment."""
 
     def request(self) -> Request:
@@ -57,7 +58,7 @@ class Keywords(Settings):
 
         Raises ConfigError.
         """
-        assert self.world is not None, "joined before"
+        assert self.world is not None, "the constructor has joined the world"
         named = {each.name: getattr(self, each.name) for each in fields(Settings)}
         for name, value in named.items():
             setting = setting_of(name)
@@ -81,7 +82,7 @@ def setting_of(keyword: str) -> Setting | None:
     return known.get(name)
 
 
-# Keywords that the command line calls otherwise, or splits.
+# Settings of the command line whose keyword has another name.
 _OF_COMMAND_LINE: Final[Mapping[str, str]] = MappingProxyType(
     {"options": "schedule_options", "loss": "loss_fn", "model": "layers"}
 )
@@ -105,7 +106,7 @@ def by_keyword(
         def init(self: Any, /, *args: Any, **kwargs: Any) -> None:
             with OwnFramesStripped():
                 refuse_unfit_torch()
-                # First of all, so that what is mistaken is told as one message of one rank.
+                # First of all, so that a mistake in a keyword is reported once, by one rank.
                 world = _world_of(kwargs)
                 with collective_errors(world, "start"):
                     layers, loss_fn = _model_and_loss(args, kwargs)
@@ -122,7 +123,7 @@ def by_keyword(
 
 
 def _world_of(given: Mapping[str, Any]) -> World:
-    """Return the given world, or join the ranks as the keywords say."""
+    """Return the world given as a keyword, or join one with the other keywords."""
     world: World | None = given.get("world")
     if world is not None:
         return world
@@ -136,25 +137,25 @@ def _model_and_loss(args: Sequence[Any], given: dict[str, Any]) -> tuple[Layers,
     twice = [name for name in found if name in given]
     found |= {name: given.pop(name) for name in names if name in given}
     if len(args) > len(names) or twice or len(found) < len(names):
-        by_place = f"{len(args)} by place" + "".join(f", {name} once more" for name in twice)
+        got = f"{len(args)} positional argument(s)" + "".join(f", {name} again" for name in twice)
         raise KeywordError(
-            f"Pipeline: expected the layers, the loss, and all else by keyword, got {by_place}; "
-            f"write Pipeline(layers, loss_fn, stages=2, microbatches=8)"
+            f"Pipeline: expected the layers, the loss, and all else by keyword, got {got}; write "
+            f"Pipeline(layers, loss_fn, stages=2, microbatches=8)"
         )
     _refuse_no_loss(found["loss_fn"])
     return found["layers"], found["loss_fn"]
 
 
 def _refuse_no_loss(loss_fn: object) -> None:
-    if loss_fn is None:  # it only predicts
+    if loss_fn is None:  # the pipeline only predicts
         return
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        got = f"the class {loss_fn.__name__}; make it, as {loss_fn.__name__}()"
+        got = f"the class {loss_fn.__name__}; create an instance: {loss_fn.__name__}()"
     elif not callable(loss_fn):
         got = f"{type(loss_fn).__name__}; give a function"
     elif not _takes_two(loss_fn):
         taken = signature(_called(loss_fn))
-        got = f"one of {taken}; let it take both, and bind what else it takes, as by a lambda"
+        got = f"a function of {taken}; make it accept both, and bind others, as with a lambda"
     elif (known := torch_loss(loss_fn)) is not None and known.reduction == "none":
         got = "one with reduction='none', which returns many numbers; use 'mean' or 'sum'"
     else:
@@ -171,7 +172,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     """Return whether a function accepts two arguments; True if that is unknown."""
     try:
         taken = signature(_called(function))
-    except (TypeError, ValueError):  # some of torch's have none
+    except (TypeError, ValueError):  # some functions of torch have no signature
         return True
     try:
         taken.bind(None, None)

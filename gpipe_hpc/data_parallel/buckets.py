@@ -1,5 +1,7 @@
 """Buckets: gradients of parameters of one dtype that are all-reduced together.
 
+`choose_strategy` selects how a bucket is summed over replicas.
+
     Bucket            every replica gets the whole sum (DDP)
     ShardedBucket     every replica gets its shard of the sum and owns that shard (ZeRO)
     LocalGradients    no other replica: no communication, no memory before the first backward
@@ -8,7 +10,8 @@ All three have the same methods, called in this order in a step: `clear`, `start
 `finish`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Final
 
 import torch
@@ -16,16 +19,92 @@ from torch import Tensor, nn
 
 from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.comm.collectives.packed import PACK, packs
+from gpipe_hpc.comm.collectives.planned import start_hierarchical_all_reduce
 from gpipe_hpc.data_parallel.layout import BucketItem, FlatLayout, OwnedParameter
-from gpipe_hpc.data_parallel.strategies import ReduceStrategy
 from gpipe_hpc.device.device import Device
+from gpipe_hpc.device.host.machine import shared_identity
 from gpipe_hpc.errors import ConfigError, ModelError
+from gpipe_hpc.settings import Outer
 from gpipe_hpc.torch_compat import storage_use_count
 
 _LOW: Final = (torch.bfloat16, torch.float16)
-_SMALL: Final = 2**18  # elements: a kernel of its own takes no longer to start than to run
-# References to the memory of a tensor that no other shares: the tensor, and the question itself.
+_SMALL: Final = 2**18  # elements: a kernel for a larger tensor runs longer than its launch takes
+# Use count of a storage that only one tensor has: the tensor, and the query itself.
 _UNSHARED: Final = 2
+
+
+ReduceStrategy = Callable[[Tensor, Sequence[BucketItem]], CollectiveHandle]
+"""Starts summing a flat tensor over replicas in place, and returns a handle to wait for.
+
+The second argument describes the contents of the tensor. All replicas start the same sums in the
+same order.
+"""
+
+_HOST_ID_BYTES: Final = 8
+
+
+def choose_strategy(outer: Outer, group: Group, *, is_tied: bool = False) -> ReduceStrategy | None:
+    """Return how a bucket is summed with these settings; None if the group has no other rank.
+
+    - ``outer.shard=flat``: a reduce-scatter. Each replica gets its shard of the sum; the rest of
+      the buffer is undefined afterwards.
+    - ``outer.hierarchy``: within hosts first, then between hosts.
+    - ``outer.order=rank``: each element is summed in the order of ranks.
+    - otherwise the backend's all-reduce, in an order of its choice with equal bits on all replicas.
+
+    Args:
+        outer: The settings.
+        group: The ranks with the same parameters; all of them must call this.
+        is_tied: Whether the group shares a tied parameter. Its ranks are of several stages, so only
+            outer.order applies.
+
+    Raises ConfigError for a hierarchy that does not divide the number of replicas.
+    """
+    if group.size == 1:
+        return None
+    is_ordered = outer.order == "rank"
+    if outer.shard == "flat" and not is_tied:
+        return _collective(
+            group.start_ordered_reduce_scatter if is_ordered else group.start_reduce_scatter
+        )
+    if outer.hierarchy != "none" and not is_tied:
+        outer.check_copies(group.size)
+        hosts = _hosts(group, outer.hierarchy)
+        return _collective(lambda flat: start_hierarchical_all_reduce(group, flat, hosts))
+    return _collective(group.start_ordered_all_reduce if is_ordered else group.start_all_reduce)
+
+
+def _collective(start: Callable[[Tensor], CollectiveHandle]) -> ReduceStrategy:
+    """Return a strategy that sums the whole buffer, whatever it contains."""
+    return lambda flat, items: start(flat)
+
+
+def _hosts(group: Group, hierarchy: str | int) -> list[Hashable]:
+    """Return the host of each replica; all replicas must call this.
+
+    Args:
+        group: The replicas.
+        hierarchy: ``host``, or the number of consecutive replicas that count as one host.
+    """
+    if isinstance(hierarchy, int):
+        return [position // hierarchy for position in range(group.size)]
+    # A rank that shares its network interface with no other counts as a host of its own.
+    own = shared_identity("net") or f"position {group.position}"
+    host = blake2b(own.encode(), digest_size=_HOST_ID_BYTES).hexdigest()
+    runs = group.merge_object([(host, 1)], join_runs)
+    return [host for host, count in runs for _ in range(count)]
+
+
+_Runs = list[tuple[str, int]]
+"""Hosts, each with the number of consecutive replicas on it: short for any number of replicas."""
+
+
+def join_runs(first: _Runs, second: _Runs) -> _Runs:
+    """Join the host runs of some replicas with those of the following replicas."""
+    (host, count), (next_host, next_count) = first[-1], second[0]
+    if host != next_host:
+        return [*first, *second]
+    return [*first[:-1], (host, count + next_count), *second[1:]]
 
 
 class Divisor:
@@ -76,7 +155,7 @@ def _divide_wide(tensors: Sequence[Tensor], divisor: Tensor) -> None:
         torch._foreach_copy_(pack, wide)
     for tensor in tensors:
         if tensor.numel() > _SMALL:
-            tensor.div_(divisor.view(1))  # which, unlike a scalar, makes the quotient wide
+            tensor.div_(divisor.view(1))  # of one dimension, so that torch computes in float32
 
 
 def by_kind(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
@@ -156,9 +235,9 @@ class Bucket:
         ]
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
-                view.zero_()  # a hook of the user's removed the gradient
+                view.zero_()  # a user's hook removed the gradient
             elif parameter.grad is not view:
-                view.copy_(parameter.grad)  # a hook of the user's replaced the gradient
+                view.copy_(parameter.grad)  # a user's hook replaced the gradient
             parameter.grad = view
         self._collected = [view._version for view in self._views]
 
@@ -203,8 +282,8 @@ def _allocate(named: Mapping[str, nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
 def _changed_kind(name: str, parameter: nn.Parameter, view: Tensor) -> ModelError:
     before, now = _kind(view), _kind(parameter)
     return ModelError(
-        f"{name}: expected {before}, as when the pipeline was made, got {now}; change the layers "
-        f"before Pipeline is made, or copy into the parameter, as p.data.copy_(...)"
+        f"{name}: expected {before}, as when the pipeline was created, got {now}; change the "
+        f"layers before Pipeline is created, or copy into the parameter with p.data.copy_(...)"
     )
 
 
@@ -268,9 +347,9 @@ class ShardedBucket(Bucket):
                 and parameter.data_ptr() != self._values[self._places[name]].data_ptr()
             ):
                 raise ConfigError(
-                    f"outer.shard=flat: expected the memory of {name} to be the buffer that its "
-                    f"parts are gathered in, got other memory (p.data was set); copy into "
-                    f"it instead, as p.data.copy_(...), or use outer.shard=none"
+                    f"outer.shard=flat: {name} is no longer a view of the buffer that shards are "
+                    f"gathered in, since p.data was set; copy into it with p.data.copy_(...), or "
+                    f"use outer.shard=none"
                 )
 
     def begin(self) -> None:
@@ -364,16 +443,16 @@ class LocalGradients:
         to the gradient of another parameter, or to one that is sent to another stage (both terms of
         a sum get the same tensor), and the next micro-batch accumulates in place.
         """
-        come = [parameter for parameter in self._without if parameter.grad is not None]
-        if not come:
+        arrived = [parameter for parameter in self._without if parameter.grad is not None]
+        if not arrived:
             return
         self._without = [parameter for parameter in self._without if parameter.grad is None]
-        dense = [p for p in come if p.grad is not None and not p.grad.is_sparse]
+        dense = [p for p in arrived if p.grad is not None and not p.grad.is_sparse]
         shared = [p for p in dense if p.grad is not None and not _is_unshared(p.grad)]
         # A pack at a time: copies of all at once would double the memory of the gradients.
         for pack in packs(shared, PACK if self._is_accelerator else 1):
             _copy_gradients(pack)
-        for parameter in come:
+        for parameter in arrived:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()  # as those of a bucket are
 

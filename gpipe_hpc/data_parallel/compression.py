@@ -12,12 +12,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.collectives.collective_queue import CollectiveQueue, QueuedCollective
+from gpipe_hpc.comm.collectives.collective_queue import CollectiveQueue
 from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.comm.collectives.on_stream import StreamHandle
 from gpipe_hpc.comm.collectives.sparse_group import SparseGroup
 from gpipe_hpc.comm.collectives.thread_plans import StreamEnqueuer
-from gpipe_hpc.comm.watchdog.wait_listener import ignore_wait
 from gpipe_hpc.data_parallel.compressors import (
     Compressor,
     check_fits,
@@ -61,7 +60,8 @@ class JobQueue:
         `uses`: the caller's tensors that the job reads or writes.
         """
         if self._turns is not None:
-            return _ThreadJob(self._turns.start(lambda note: job()))
+            # The job need not report the ranks that it waits for: its exchanges do.
+            return self._turns.start(lambda note: job())
         if self._launcher is not None:
             return self._launcher.start(lambda: self._launch(job, uses))
         return self._launch(job, uses)
@@ -79,17 +79,6 @@ class JobQueue:
         """Wait until the thread has run all jobs; return at once if jobs run on a stream."""
         if self._turns is not None:
             self.start(lambda: None, ()).wait()
-
-
-class _ThreadJob:
-    def __init__(self, turn: QueuedCollective) -> None:
-        self._turn = turn
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        self._turn.calls.add(call)
-
-    def wait(self) -> None:
-        self._turn.wait(ignore_wait)  # the exchanges of the job report for whom they wait
 
 
 class Residuals:
@@ -196,7 +185,7 @@ class CompressedReduction:
         for part, _ in kept:
             part.zero_()
         flat.copy_(self._compressor.sum(own, self._group, items, key))
-        # What is not finite was sent; kept, it would spoil every later step.
+        # Values that are not finite were sent; in a residual they would spoil all later steps.
         own.div_(unit).nan_to_num_(0.0, 0.0, 0.0)
         for part, before in kept:
             part.add_(before)

@@ -1,6 +1,6 @@
 """Compressors: sum flat tensors over replicas with less communication.
 
-    bfloat16, float16, qsgd   codes of fewer bits per number, exchanged by `CodedAllReduce`
+    bfloat16, float16, qsgd   numbers encoded in fewer bits, summed by `CodedAllReduce`
     topk                      the numbers of largest magnitude and their indices
     powersgd                  low-rank factors of matrices
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 from zlib import crc32
 
 import torch
@@ -21,7 +21,7 @@ from gpipe_hpc.comm.collectives.plan import even_counts
 from gpipe_hpc.comm.collectives.planned import start_ring_all_reduce
 from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.data_parallel.layout import BucketItem
-from gpipe_hpc.errors import ConfigError, ModelError
+from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import mix64
 from gpipe_hpc.settings import Outer
 
@@ -54,8 +54,17 @@ class Compressor(Protocol):
         return None
 
 
-class Code(Protocol):
-    """Interface of encodings of numbers in fewer bits."""
+class CodedAllReduce(Compressor, Protocol):
+    """All-reduce that exchanges encoded shards and all-gathers the encoded sums.
+
+    Subclasses define the encoding: `num_bytes`, `encode`, `decode`.
+
+    Numbers are encoded twice: when they are sent to the replica that sums a shard, and as the sum
+    of that shard. The sender keeps the error of the first encoding, the summing replica that of the
+    second. A rank sends 2 (n-1) shards of 1/n of the numbers, like a ring all-reduce; n is the
+    number of replicas. If replicas are not all connected, others forward the encoded shards. Sums
+    are in float32 or wider.
+    """
 
     def num_bytes(self, count: int) -> int:
         """Return the size in bytes of `count` encoded numbers; 0 for 0."""
@@ -66,60 +75,41 @@ class Code(Protocol):
     def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the decoded numbers, float[count] of `dtype`."""
 
-
-class CodedAllReduce(Compressor):
-    """All-reduce that exchanges encoded shards and all-gathers the encoded sums.
-
-    Numbers are encoded twice: when they are sent to the replica that sums a shard, and as the sum
-    of that shard. The sender keeps the error of the first encoding, the summing replica that of the
-    second. A rank sends 2 (n-1) shards of 1/n of the numbers, like a ring all-reduce; n is the
-    number of replicas. If replicas are not all connected, others forward the encoded shards. Sums
-    are in float32 or wider.
-    """
-
-    def __init__(self, code: Code) -> None:
-        self._code = code
-
     def sum(
         self, own: torch.Tensor, group: Group, items: Sequence[BucketItem], key: int
     ) -> torch.Tensor:
         """Return the sum of the decoded numbers; see `Compressor`."""
-        code = self._code
-        size, position = group.size, group.position
+        size, position, dtype = group.size, group.position, own.dtype
         counts = even_counts(own.numel(), size)
         shards = torch.split(own, list(counts))
-        sizes = [code.num_bytes(count) for count in counts]
+        sizes = [self.num_bytes(count) for count in counts]
         codes = torch.empty(sum(sizes), dtype=torch.uint8, device=own.device)
         parts = torch.split(codes, sizes)
         for at in range(size):
             if at != position:
-                coded = code.encode(shards[at], _mix_key(key, at))
+                coded = self.encode(shards[at], _mix_key(key, at))
                 parts[at].copy_(coded)
-                shards[at].sub_(code.decode(coded, counts[at], own.dtype))
+                shards[at].sub_(self.decode(coded, counts[at], dtype))
         received = group.all_to_all(codes, sizes)
         total = torch.zeros_like(shards[position])
         for at in range(size):
             is_own = at == position
-            total += shards[at] if is_own else _decoded(code, received[at], len(total), own.dtype)
-        parts[position].copy_(code.encode(total, _mix_key(key, size)))
+            # Decoders read whole words; a part of a message may be unaligned, its copy is not.
+            total += shards[at] if is_own else self.decode(received[at].clone(), len(total), dtype)
+        parts[position].copy_(self.encode(total, _mix_key(key, size)))
         group.all_gather(codes, sizes)
         numbered = zip(parts, counts, strict=True)
-        result = torch.cat([_decoded(code, part, count, own.dtype) for part, count in numbered])
+        result = torch.cat([self.decode(part.clone(), n, dtype) for part, n in numbered])
         torch.sub(total, torch.split(result, list(counts))[position], out=shards[position])
         return result
-
-
-def _decoded(code: Code, part: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Decode a part of a message; the copy is aligned, because decoders read whole words."""
-    return code.decode(part.clone(), count, dtype)
 
 
 def _mix_key(key: int, number: int) -> int:
     return mix64(mix64(key) + number & 2**64 - 1) >> 1
 
 
-class BFloat16Code:
-    """Numbers rounded to bfloat16: half the bytes of float32, its range, 8 bits of precision."""
+class BFloat16(CodedAllReduce):
+    """All-reduce in bfloat16: half the bytes of float32, its range, 8 bits of precision."""
 
     def num_bytes(self, count: int) -> int:
         """Return two bytes per number."""
@@ -141,8 +131,8 @@ _MAX_SHIFT: Final = 120
 _MAX_SHIFT_OF_DOUBLE: Final = 1000
 
 
-class Float16Code:
-    """Numbers rounded to float16: half the bytes of float32, with 11 bits of precision.
+class Float16(CodedAllReduce):
+    """All-reduce in float16: half the bytes of float32, with 11 bits of precision.
 
     The range of float16 is small: 6e-8 to 65504. So each message is multiplied by a power of two
     that brings its largest number near the top of the range; the exponent is sent first. Nothing
@@ -196,14 +186,13 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 QSGD_GROUP: Final = 256
-_MIN_LEVELS: Final = 7
-_MAX_LEVELS: Final = 127
+_LEVELS_OF_4_BITS: Final = 7  # two numbers in a byte
 _EXPONENT_SHIFT: Final = 2048  # more than any exponent of float64
 _MAX_EXPONENT: Final = 1023  # of a power of two that float64 can hold
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-class QsgdCode:
+class QSGD(CodedAllReduce):
     """QSGD: numbers rounded stochastically to 2 s + 1 levels (Alistarh et al., arXiv 1610.02132).
 
     Legend: d numbers of a group, s levels, u uniform in [0, 1), m the largest magnitude of the
@@ -220,13 +209,8 @@ class QsgdCode:
     """
 
     def __init__(self, levels: int) -> None:
-        if not _MIN_LEVELS <= levels <= _MAX_LEVELS:
-            raise ConfigError(
-                f"outer.qsgd_levels: expected {_MIN_LEVELS} (4 bits a number) to {_MAX_LEVELS} "
-                f"(8 bits), got {levels}; with fewer the compression error would grow without bound"
-            )
         self._levels = levels
-        self._per_byte = 2 if levels <= _MIN_LEVELS else 1
+        self._per_byte = 2 if levels <= _LEVELS_OF_4_BITS else 1
 
     def num_bytes(self, count: int) -> int:
         """Return 4 or 8 bits per number in whole groups, and four bytes per group."""
@@ -275,12 +259,9 @@ def _encode_largest(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_largest(sent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the largest magnitude of each group, or the power of two that replaces it."""
+    """Decode the result of `_encode_largest`: the largest magnitudes, or nearby powers of two."""
     wide = sent.to(dtype)
     return torch.where(sent < 0, torch.exp2(-wide - _EXPONENT_SHIFT), wide)
-
-
-_MAX_FRACTION: Final = 0.5  # an index takes as many bytes as a number
 
 
 class TopK(Compressor):
@@ -293,16 +274,7 @@ class TopK(Compressor):
     """
 
     def __init__(self, fraction: float) -> None:
-        if not 0 < fraction <= _MAX_FRACTION:
-            raise ConfigError(
-                f"outer.topk_fraction: expected above 0 and at most {_MAX_FRACTION}, as an index "
-                f"takes as many bytes as a number, got {fraction}; 0.01 is usual"
-            )
         self._fraction = fraction
-
-    def num_kept(self, count: int) -> int:
-        """Return how many of `count` numbers are sent."""
-        return min(count, math.ceil(self._fraction * count))
 
     def sum(
         self, own: torch.Tensor, group: Group, items: Sequence[BucketItem], key: int
@@ -310,7 +282,7 @@ class TopK(Compressor):
         """Return the sum of the selected numbers, added in rank order; see `Compressor`."""
         count = own.numel()
         assert count < 2**31, f"a bucket of {count} numbers needs longer indices"
-        kept = self.num_kept(count)
+        kept = min(count, math.ceil(self._fraction * count))
         chosen = own.abs().topk(kept, sorted=False).indices.sort().values
         message = torch.cat([as_bytes(chosen.to(torch.int32)), as_bytes(own[chosen])])
         total = torch.zeros_like(own)
@@ -319,23 +291,10 @@ class TopK(Compressor):
         group.all_gather(gathered, sizes)
         for each in torch.split(gathered, sizes):
             places, values = each[: 4 * kept].clone().view(torch.int32), each[4 * kept :]
-            # A copy names each place once, so nothing depends on the order within.
+            # A replica sends each index once, so the result does not depend on their order.
             total.index_add_(0, places, values.clone().view(own.dtype))
         own[chosen] = 0
         return total
-
-
-class _Matrix(NamedTuple):
-    """A parameter viewed as a matrix; `rank` is the number of columns of its factors."""
-
-    item: BucketItem
-    rows: int
-    columns: int
-    rank: int
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the view of the matrix in the bucket's buffer."""
-        return flat[self.item.start : self.item.stop].view(self.rows, self.columns)
 
 
 class PowerSGD(Compressor):
@@ -354,10 +313,6 @@ class PowerSGD(Compressor):
     """
 
     def __init__(self, rank: int) -> None:
-        if rank < 1:
-            raise ConfigError(
-                f"outer.powersgd_rank: expected 1 or more, got {rank}; 1 to 4 are usual"
-            )
         self._rank = rank
         self._starts: dict[str, torch.Tensor] = {}
 
@@ -365,26 +320,25 @@ class PowerSGD(Compressor):
         self, own: torch.Tensor, group: Group, items: Sequence[BucketItem], key: int
     ) -> torch.Tensor:
         """Return the low-rank approximation of the sum; see `Compressor`."""
-        matrices = [found for item in items if (found := self._matrix(item))]
-        taken = {found.item.name for found in matrices}
-        whole = [item for item in items if item.name not in taken]
-        starts = [self._start(each, own) for each in matrices]
-        products = [each.of(own) @ start for each, start in zip(matrices, starts, strict=True)]
+        matrices = [item for item in items if self._rank_of(item)]
+        whole = [item for item in items if not self._rank_of(item)]
+        starts = [self._start(item, own) for item in matrices]
+        products = [_matrix(own, i) @ start for i, start in zip(matrices, starts, strict=True)]
         vectors = [own[item.start : item.stop] for item in whole]
         summed = _ring_sum([*products, *vectors], group)
         sides = [torch.linalg.qr(each).Q for each in summed[: len(matrices)]]
-        mine = [each.of(own).T @ side for each, side in zip(matrices, sides, strict=True)]
+        mine = [_matrix(own, item).T @ side for item, side in zip(matrices, sides, strict=True)]
         others = _ring_sum(mine, group)
         total = torch.zeros_like(own)
         for item, vector in zip(whole, summed[len(matrices) :], strict=True):
             total[item.start : item.stop] = vector
             own[item.start : item.stop] = 0
-        for each, side, part, both in zip(matrices, sides, mine, others, strict=True):
-            torch.mm(side, both.T, out=each.of(total))
-            each.of(own).sub_(side @ part.T)
+        for item, side, part, both in zip(matrices, sides, mine, others, strict=True):
+            torch.mm(side, both.T, out=_matrix(total, item))
+            _matrix(own, item).sub_(side @ part.T)
             # The next step cannot start from gradients of zeros, or from an overflow.
             is_good = torch.isfinite(both).all() & (both != 0).any()
-            self._starts[each.item.name] = torch.where(is_good, both, self._start(each, own))
+            self._starts[item.name] = torch.where(is_good, both, self._start(item, own))
         return total
 
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -395,24 +349,27 @@ class PowerSGD(Compressor):
         """Set the Q of each matrix with which the next step starts."""
         self._starts = dict(state)
 
-    def _matrix(self, item: BucketItem) -> _Matrix | None:
-        """Return the parameter as a matrix; None if its factors would not be shorter."""
+    def _rank_of(self, item: BucketItem) -> int:
+        """Return the number of columns of a parameter's factors; 0 if it is summed uncompressed."""
         if len(item.shape) < 2:
-            return None
+            return 0
         rows, columns = item.shape[0], item.shape[1:].numel()
         rank = min(self._rank, rows, columns)
-        if rank * (rows + columns) >= rows * columns:
-            return None
-        return _Matrix(item, rows, columns, rank)
+        return rank if rank * (rows + columns) < rows * columns else 0
 
-    def _start(self, each: _Matrix, like: torch.Tensor) -> torch.Tensor:
+    def _start(self, item: BucketItem, like: torch.Tensor) -> torch.Tensor:
         """Return Q for the next step: the stored one, or random numbers equal on all replicas."""
-        name, shape = each.item.name, (each.columns, each.rank)
-        kept = self._starts.get(name)
+        shape = (item.shape[1:].numel(), self._rank_of(item))
+        kept = self._starts.get(item.name)
         if kept is None or kept.shape != shape:
-            generator = torch.Generator().manual_seed(crc32(name.encode()))
+            generator = torch.Generator().manual_seed(crc32(item.name.encode()))
             kept = torch.randn(shape, generator=generator, dtype=torch.float64)
         return kept.to(like)
+
+
+def _matrix(flat: torch.Tensor, item: BucketItem) -> torch.Tensor:
+    """Return a view of a parameter in a bucket's buffer, as a matrix with its first dimension."""
+    return flat[item.start : item.stop].view(item.shape[0], -1)
 
 
 def _ring_sum(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -432,11 +389,11 @@ def _ring_sum(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]
 
 _MAKERS: Final[Mapping[str, Callable[[Outer], Compressor]]] = MappingProxyType(
     {
-        "bfloat16": lambda outer: CodedAllReduce(BFloat16Code()),
-        "float16": lambda outer: CodedAllReduce(Float16Code()),
+        "bfloat16": lambda outer: BFloat16(),
+        "float16": lambda outer: Float16(),
         "powersgd": lambda outer: PowerSGD(outer.powersgd_rank),
         "topk": lambda outer: TopK(outer.topk_fraction),
-        "qsgd": lambda outer: CodedAllReduce(QsgdCode(outer.qsgd_levels)),
+        "qsgd": lambda outer: QSGD(outer.qsgd_levels),
     }
 )
 
@@ -453,12 +410,11 @@ def check_fits(compress: str, name: str, dtype: torch.dtype) -> None:
     kind = str(dtype).removeprefix("torch.")
     if not dtype.is_floating_point:
         raise ModelError(
-            f"outer.compress: {compress} is for real numbers, expected {name} to be of float32, "
-            f"got {kind}; use outer.compress=none"
+            f"outer.compress={compress} cannot compress {name} of {kind}, only real numbers; use "
+            f"outer.compress=none"
         )
     if compress in ("bfloat16", "float16") and dtype.itemsize <= 2:
         raise ModelError(
-            f"outer.compress: {compress} makes 16 bits of 32, expected {name} to be of float32 or "
-            f"float64, got {kind}, of which nothing would be saved; use outer.compress=none, qsgd, "
-            f"powersgd or topk"
+            f"outer.compress={compress} sends 16 bits per number, which saves nothing for {name} "
+            f"of {kind}; use outer.compress=none, qsgd, powersgd or topk"
         )

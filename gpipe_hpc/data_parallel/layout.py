@@ -202,17 +202,15 @@ def in_owner_order(sizes: Mapping[str, int]) -> list[str]:
     return sorted(sizes, key=lambda name: -sizes[name])
 
 
-def assign_owners(
-    sizes: Mapping[str, int], trained: Mapping[str, bool], num_copies: int
-) -> dict[str, int]:
+def assign_owners(sizes: Mapping[str, int], num_copies: int) -> dict[str, int]:
     """Return the owner of each whole tensor, assigned as fairscale's OSS does.
 
-    Tensors are assigned, `in_owner_order`, to the replica with the least load so far; a frozen
-    tensor counts as one element. A test compares the result with OSS.
+    Tensors are assigned, `in_owner_order`, to the replica with the least load so far. A test
+    compares the result with OSS, for tensors that are trained.
     """
     load = [0] * num_copies
     owner: dict[str, int] = {}
     for name in in_owner_order(sizes):
         owner[name] = load.index(min(load))
-        load[owner[name]] += sizes[name] if trained[name] else 1
+        load[owner[name]] += sizes[name]
     return owner

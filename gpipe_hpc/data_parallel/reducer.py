@@ -18,11 +18,11 @@ from gpipe_hpc.data_parallel.buckets import (
     Bucket,
     Divisor,
     LocalGradients,
+    ReduceStrategy,
     ShardedBucket,
     by_kind,
 )
 from gpipe_hpc.data_parallel.layout import OwnedParameter
-from gpipe_hpc.data_parallel.strategies import ReduceStrategy
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.errors import ConfigError, ModelError
 
@@ -77,9 +77,9 @@ class ParameterShards:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ConfigError(
-                    f"outer.shard=flat: {name} was frozen when the optimizer was made and is in no "
-                    f"shard, expected it to stay frozen, got requires_grad=True; unfreeze it "
-                    f"before pipe.optimizer, or use outer.shard=none"
+                    f"outer.shard=flat: {name} was frozen when the optimizer was created, so it is "
+                    f"in no shard, but requires_grad is True now; unfreeze it before "
+                    f"pipe.optimizer, or use outer.shard=none"
                 )
         for bucket in self._each():
             bucket.begin()
@@ -412,9 +412,9 @@ class GradientReducer:
         late = [parameter for number in started for parameter in gradients.late(number)]
         if late:
             raise ModelError(
-                f"{gradients.name_of(late[0])}: expected a gradient that is complete after "
-                f"{expected[late[0]]} additions of a micro-batch, as in the steps before, got more "
-                f"after its bucket was sent to be summed over replicas; use outer.overlap=false"
+                f"{gradients.name_of(late[0])}: the gradient changed after its bucket was sent to "
+                f"be summed over replicas, expected {expected[late[0]]} accumulation(s) per "
+                f"micro-batch, as in earlier steps, got more; use outer.overlap=false"
             )
         if is_last:
             expected |= seen

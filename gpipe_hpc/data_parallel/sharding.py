@@ -1,54 +1,27 @@
-"""Optimizers whose state is sharded over replicas (ZeRO)."""
+"""Make optimizers for the parameters of a rank, with state that may be sharded (ZeRO)."""
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from gpipe_hpc.comm.collectives.group import CollectiveHandle, Group
 from gpipe_hpc.data_parallel.layout import Buckets, in_owner_order
-from gpipe_hpc.data_parallel.optimizers import (
-    OptimizerSharding,
-    check_elementwise,
-    replace_parameters,
-)
+from gpipe_hpc.data_parallel.optimizer_checks import check_elementwise, check_separable
 from gpipe_hpc.data_parallel.reducer import GradientBuckets
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.settings import Outer
 
 
-def choose_sharding(
-    outer: Outer,
-    gradients: Mapping[int, GradientBuckets],
-    copies: Mapping[int, Group],
-    buckets: tuple[Buckets, ...],
-) -> OptimizerSharding | None:
-    """Return how replicas share optimizer state; None if it is not sharded.
-
-    Args:
-        outer: The settings.
-        gradients: This rank's sets of parameters.
-        copies: The replicas of each set.
-        buckets: The buckets of each set of the model; empty if there are no replicas.
-
-    Raises ConfigError for ``outer.shard=oss`` without fairscale.
-    """
-    if outer.shard == "none" or not buckets:
-        return None
-    if outer.shard == "flat":
-        return FlatSharding(gradients, copies, buckets)
-    return OssSharding(gradients, copies)
-
-
 class FlatSharding:
     """``outer.shard=flat``: each replica updates an equal shard of every bucket; then all-gather.
 
-    Parameters are sharded when the first optimizer is made. A set without other replicas is not
+    Parameters are sharded when the first optimizer is created. A set without other replicas is not
     sharded; nor is a tied parameter, which ranks of several stages have.
 
     Args:
@@ -70,7 +43,7 @@ class FlatSharding:
         self._copies, self._buckets = copies, buckets
         self._is_sharded = False
         self._pending: list[CollectiveHandle] = []
-        # No process may end during a gathering: others wait for its shards.
+        # No process may exit during an all-gather: other ranks wait for its shards.
         weakref.finalize(self, _finish, self._pending)
 
     def attach(self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter]) -> None:
@@ -146,9 +119,9 @@ def _refuse_later_groups(optimizer: Optimizer, sharded: set[nn.Parameter]) -> No
     found = next((i for i, g in groups if not sharded.isdisjoint(g["params"])), None)
     if found is not None:
         raise ConfigError(
-            f"outer.shard=flat: expected all groups of an optimizer when pipe.optimizer makes it, "
-            f"got group {found} added later, whose parameters are divided over the copies; make "
-            f"all groups in the function, or another optimizer by pipe.optimizer"
+            f"outer.shard=flat: parameter group {found} was added after pipe.optimizer had created "
+            f"the optimizer, but its parameters are sharded over replicas; create all groups in "
+            f"the function, or create another optimizer with pipe.optimizer"
         )
 
 
@@ -159,7 +132,7 @@ def _finish(pending: list[CollectiveHandle]) -> None:
 
 
 class _NoOptimizer(Optimizer):
-    """Optimizer within an OSS that does nothing: the user's optimizer has already stepped."""
+    """Optimizer without effect, for OSS to wrap: the user's optimizer has already stepped."""
 
     def __init__(self, groups: Any, **options: Any) -> None:
         super().__init__(groups, options)
@@ -171,12 +144,13 @@ class _NoOptimizer(Optimizer):
 class OssSharding:
     """``outer.shard=oss``: each replica updates whole tensors and broadcasts them after each step.
 
-    fairscale's OSS clips and by default broadcasts over the world, where stages are different
-    models. It has no state by name and gathers its state by pickles; its flat buffers have one
-    dtype; tied parameters belong to ranks of several stages. So there is one OSS for each group of
-    replicas and dtype, which assigns owners and broadcasts updated tensors. The user's optimizer
-    steps on this rank's tensors. All replicas have the same gradients. A tied parameter is updated
-    by all ranks that have it.
+    One OSS of fairscale for each group of replicas and each dtype assigns an owner to each tensor
+    and broadcasts updated tensors; the user's optimizer steps on the tensors of this rank. OSS is
+    not used for more: it clips over the whole world, in which stages are different models, does not
+    store state by name, gathers state as pickles, and has flat buffers of one dtype.
+
+    All replicas have the same gradients. A tied parameter, which ranks of several stages have, is
+    updated by all of them.
 
     Args:
         gradients: This rank's sets of parameters.
@@ -195,15 +169,15 @@ class OssSharding:
             from fairscale.optim.oss import OSS  # takes a second to load
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"outer.shard: expected fairscale for oss, got none ({error}); install it, or use "
-                f"outer.shard=flat"
+                f"outer.shard=oss needs fairscale, which cannot be imported ({error}); install it, "
+                f"or use outer.shard=flat"
             ) from None
         self._oss = OSS
         self._gradients, self._copies = dict(sorted(gradients.items())), copies
         if any(group.size > 1 and group.torch_group is None for group in copies.values()):
             raise ConfigError(
-                "outer.shard=oss: expected ranks that are processes of torch.distributed, which "
-                "fairscale's OSS needs, got threads; start processes, or use outer.shard=flat"
+                "outer.shard=oss needs process groups of torch.distributed, but ranks are threads; "
+                "start processes, or use outer.shard=flat"
             )
         self.not_owned: set[str] = set()
 
@@ -224,7 +198,7 @@ class OssSharding:
 
         def after_step(each: Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal known
-            # OSS broadcasts buffers of its own, which the parameters lie in until they are moved.
+            # OSS broadcasts its own buffers. Parameters are views of them until they are moved.
             has_changed = _memory_of(named.values()) != known
             for oss in shards:
                 if has_changed:
@@ -235,7 +209,7 @@ class OssSharding:
         optimizer.register_step_post_hook(after_step)
 
     def _kinds(self, given: set[nn.Parameter]) -> list[tuple[Group, dict[str, nn.Parameter]]]:
-        """Return the parameters that each OSS divides: those of one group, dtype and device.
+        """Return the parameters of each OSS: those of one group, dtype and device.
 
         The order is equal on all replicas.
         """
@@ -251,7 +225,7 @@ class OssSharding:
     def _make(self, group: Group, named: Mapping[str, nn.Parameter]) -> Any:
         sizes = {name: parameter.numel() for name, parameter in named.items()}
         parameters = [named[name] for name in in_owner_order(sizes)]
-        with warnings.catch_warnings():  # it calls torch by a deprecated name
+        with warnings.catch_warnings():  # fairscale uses a deprecated name of torch
             warnings.filterwarnings("ignore", category=FutureWarning, module="fairscale")
             return self._oss(parameters, optim=_NoOptimizer, group=group.torch_group)
 
@@ -267,3 +241,111 @@ def _owned_by(oss: Any) -> set[nn.Parameter]:
 def _memory_of(parameters: Iterable[nn.Parameter]) -> list[tuple[bool, int]]:
     """Return whether each parameter is trained, and the address of its memory."""
     return [(parameter.requires_grad, parameter.data_ptr()) for parameter in parameters]
+
+
+OptimizerSharding = FlatSharding | OssSharding
+"""How optimizer state is sharded over replicas; see ``outer.shard``."""
+
+
+def choose_sharding(
+    outer: Outer,
+    gradients: Mapping[int, GradientBuckets],
+    copies: Mapping[int, Group],
+    buckets: tuple[Buckets, ...],
+) -> OptimizerSharding | None:
+    """Return the sharding of optimizer state over replicas; None if it is not sharded.
+
+    Args:
+        outer: The settings.
+        gradients: This rank's sets of parameters.
+        copies: The replicas of each set.
+        buckets: The buckets of each set of the model; empty if there are no replicas.
+
+    Raises ConfigError for ``outer.shard=oss`` without fairscale.
+    """
+    if outer.shard == "none" or not buckets:
+        return None
+    if outer.shard == "flat":
+        return FlatSharding(gradients, copies, buckets)
+    return OssSharding(gradients, copies)
+
+
+O = TypeVar("O", bound=Optimizer)
+
+Factory = Callable[[list[nn.Parameter]], O]
+"""Function that creates an optimizer for the parameters of a rank."""
+
+
+class NoParameters(list[nn.Parameter]):
+    """An empty list of parameters for which torch's optimizers can be constructed.
+
+    Iterating over it yields a parameter without elements, because optimizers refuse an empty list.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._placeholder = nn.Parameter(torch.empty(0, 0, device=device))
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """Yield the parameter without elements."""
+        return iter([self._placeholder])
+
+
+def make_optimizer(
+    factory: Factory[O],
+    whole: Mapping[str, nn.Parameter],
+    sharding: OptimizerSharding | None,
+    *,
+    has_all: bool,
+) -> O:
+    """Call a user's function that creates an optimizer for this rank's parameters.
+
+    Args:
+        factory: The user's function.
+        whole: The parameters by global name; may be empty.
+        sharding: How optimizer state is sharded over replicas; None if it is not.
+        has_all: Whether the rank has all parameters of the model.
+
+    Raises ConfigError for an optimizer that cannot update a part of the model, or cannot be
+    sharded.
+    """
+    # torch refuses an optimizer without parameters: a placeholder is removed afterwards.
+    placeholder = nn.Parameter(torch.zeros(1, 1))
+    optimizer = factory(list(whole.values()) or [placeholder])
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"pipe.optimizer: expected the function to return a torch.optim.Optimizer, got "
+            f"{type(optimizer).__name__}; return the optimizer"
+        )
+    if isinstance(optimizer, optim.SparseAdam):
+        raise ConfigError(
+            "pipe.optimizer: SparseAdam needs sparse gradients, but those of "
+            "nn.Embedding(sparse=True) are made dense before they are summed; use torch.optim.Adam"
+        )
+    if not whole:
+        replace_parameters(optimizer, {placeholder: None})
+    if sharding is not None:
+        sharding.attach(optimizer, whole)
+    if sharding is not None or not has_all:
+        check_separable(optimizer)
+    return optimizer
+
+
+def replace_parameters(
+    optimizer: Optimizer, replacements: Mapping[nn.Parameter, nn.Parameter | None]
+) -> None:
+    """Replace parameters of an optimizer; None removes a parameter and its state.
+
+    Other parameters, and the options and names of parameter groups, are kept.
+    """
+    for group in optimizer.param_groups:
+        params = group["params"]
+        names = group.get("param_names") or [None] * len(params)
+        pairs = [(replacements.get(p, p), name) for p, name in zip(params, names, strict=True)]
+        kept = [(p, name) for p, name in pairs if p is not None]
+        group["params"] = [p for p, _ in kept]
+        if "param_names" in group:
+            group["param_names"] = [name for _, name in kept]
+    for parameter, other in replacements.items():
+        if other is None:
+            optimizer.state.pop(parameter, None)

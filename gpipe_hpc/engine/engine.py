@@ -10,7 +10,6 @@ from torch import nn
 from gpipe_hpc.batches import BatchSplitter, Pieces, with_tensors
 from gpipe_hpc.comm.world.groups import RankContext, warm_up_groups
 from gpipe_hpc.comm.world.threads import within_step
-from gpipe_hpc.data_parallel import MicrobatchSplit, log_inexact
 from gpipe_hpc.device.host.machine import clock_identity
 from gpipe_hpc.engine.assembly import (
     TiedParameter,
@@ -35,7 +34,7 @@ from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.models import Layer, LossFunction, find_ties, layer_name, layer_stages
 from gpipe_hpc.pytree import Nest
 from gpipe_hpc.schedule import Event, Op, Schedule
-from gpipe_hpc.settings import Outer
+from gpipe_hpc.settings import MicrobatchSplit, Outer
 from gpipe_hpc.torch_compat import can_split_backward, warn_of_untested_torch
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -141,8 +140,9 @@ class Engine:
         )
         if leads:
             # With one replica, local SGD has nothing to average.
-            if uses_local_sgd or (tables.buckets and not outer.uses_local_sgd):
-                log_inexact(outer)
+            applies = uses_local_sgd or (tables.buckets and not outer.uses_local_sgd)
+            if applies and (reason := outer.inexact()):
+                log.info("%s", reason)
             warn_of_untested_torch()
             self._warn_of_unsplit_backward()
         self.needs_inputs = 0 in self.stages

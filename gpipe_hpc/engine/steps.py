@@ -15,7 +15,6 @@ from gpipe_hpc.data_parallel import (
     BucketItem,
     Compression,
     Divisor,
-    MicrobatchSplit,
     OwnedParameter,
     ReduceStrategy,
     choose_sharding,
@@ -46,7 +45,7 @@ from gpipe_hpc.engine.step_result import StepLoss, StepResult, share_places
 from gpipe_hpc.engine.wiring import Tables, Wiring
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.pytree import Nest
-from gpipe_hpc.settings import Outer
+from gpipe_hpc.settings import MicrobatchSplit, Outer
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.engine import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import (
@@ -29,6 +28,7 @@ from gpipe_hpc.planner.ordering import (
 from gpipe_hpc.planner.request import Request
 from gpipe_hpc.planner.tables import make_tables, with_recompute_and_offload
 from gpipe_hpc.schedule import Row, Schedule, digest, with_row, without_rows
+from gpipe_hpc.settings import MicrobatchSplit
 
 
 @dataclass(frozen=True)

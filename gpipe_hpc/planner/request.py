@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.planner.cutting.partition import Partition
 from gpipe_hpc.planner.memory.by_rank import MeasuredSlowdowns
 from gpipe_hpc.planner.memory.optimizer import OptimizerMemory
 from gpipe_hpc.schedule import Schedule, digest, num_rows, one_table, refuse_whole_replicas
-from gpipe_hpc.settings import Outer, PipelineConfig, TrainConfig
+from gpipe_hpc.settings import MicrobatchSplit, Outer, PipelineConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

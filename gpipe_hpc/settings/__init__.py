@@ -15,7 +15,7 @@ from gpipe_hpc.settings.fields import (
     settings_of,
     suggestion,
 )
-from gpipe_hpc.settings.parallel import CommConfig, Outer, PipelineConfig
+from gpipe_hpc.settings.parallel import MicrobatchSplit, Outer, PipelineConfig
 from gpipe_hpc.settings.training import (
     OPTIMIZERS,
     AdamWConfig,
@@ -32,13 +32,13 @@ __all__ = [
     "OPTIMIZERS",
     "AdamWConfig",
     "Choices",
-    "CommConfig",
     "Config",
     "DataConfig",
     "ImageDataConfig",
     "LAMBConfig",
     "LARSConfig",
     "Level",
+    "MicrobatchSplit",
     "OptimizerConfig",
     "Outer",
     "PipelineConfig",

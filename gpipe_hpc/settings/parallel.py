@@ -1,7 +1,10 @@
 """Settings of the pipeline, of data parallelism, and of the communication between ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import accumulate, groupby
+from math import gcd, lcm
 from typing import Annotated, Any, Final
 
 from gpipe_hpc.errors import ConfigError
@@ -217,7 +220,7 @@ class Outer:
     (an equal part of every bucket, with sharded gradients) or oss (whole tensors, by fairscale's
     OSS)."""
 
-    weights: Annotated[list[int] | None, Level.CLUSTER] = None
+    weights: Annotated[list[int] | None, Range(1), Level.CLUSTER] = None
     """Relative shares of the micro-batches for replicas of unequal speed: with [3,1] the first
     replica runs three times as many as the second. null: equal shares."""
 
@@ -282,11 +285,10 @@ class Outer:
         if not is_number and self.hierarchy not in ("none", "host"):
             raise refuse(
                 "outer.hierarchy",
-                "none, host or a number of copies",
+                "none, host or a number of replicas",
                 self.hierarchy,
                 "choose one of these",
             )
-        self.checked_weights()
         ways = {"hierarchy": "none", "order": "backend", "compress": "none"}
         chosen = [
             f"outer.{name}={getattr(self, name)}"
@@ -318,9 +320,8 @@ class Outer:
         """
         if self.shard == "flat" and chosen and self.order != "rank":
             raise ConfigError(
-                f"config: outer.shard=flat leaves each copy its part of the sum, expected no other "
-                f"way to sum than outer.order, got {chosen[0]}; leave that out, or use "
-                f"outer.shard=oss"
+                f"config: outer.shard=flat gives each replica a part of the sum and cannot be "
+                f"combined with {chosen[0]}; leave one of the two out, or use outer.shard=oss"
             )
         if self.shard != "none" and self.uses_local_sgd:
             raise refuse(
@@ -344,28 +345,11 @@ class Outer:
         if self.behind >= self.every:
             raise refuse(
                 "outer.behind",
-                f"0 to {self.every - 1}, so that a part arrives before it leaves again after "
-                f"outer.every={self.every} steps",
+                f"0 to {self.every - 1}, so that the average of a part arrives before the next one "
+                f"starts after outer.every={self.every} steps",
                 self.behind,
                 "correct outer.behind or outer.every",
             )
-
-    def checked_weights(self) -> list[int] | None:
-        """Return the shares of replicas; raise ConfigError unless all are positive integers."""
-        weights = self.weights
-        if weights is not None and not (
-            isinstance(weights, list | tuple)
-            and weights
-            and all(type(each) is int and each > 0 for each in weights)
-        ):
-            raise refuse(
-                "outer.weights",
-                "a whole number above 0 for each replica",
-                weights,
-                "write [3,1] if the first of two replicas runs three micro-batches while the "
-                "second runs one",
-            )
-        return weights
 
     def check_copies(self, num_copies: int) -> None:
         """Raise ConfigError if the hierarchy does not divide the number of replicas."""
@@ -377,6 +361,26 @@ class Outer:
                 self.hierarchy,
                 f"choose one of {', '.join(map(str, fitting))}, or host",
             )
+
+    def inexact(self) -> str:
+        """Return why results differ from those of one process; empty if they do not."""
+        if not self.uses_local_sgd:
+            if self.compress == "none":
+                return ""
+            return (
+                f"outer.compress={self.compress}: not exact. Replicas send compressed gradients "
+                f"and add the compression error to the next step's gradients; tied parameters are "
+                f"summed uncompressed. outer.compress=none is exact"
+            )
+        parts = f", in {self.parts} parts in turn" if self.parts > 1 else ""
+        behind = f", arriving {self.behind} steps later" if self.behind else ""
+        sent = "" if self.compress == "none" else f", sent as {self.compress}"
+        return (
+            f"outer.every={self.every}: not exact. Replicas train independently; every "
+            f"{self.every} steps their parameters are averaged{parts}{behind}, and an outer SGD of "
+            f"rate {self.lr:g} with momentum {self.momentum:g} steps on their mean change{sent}. "
+            f"outer=allreduce is exact"
+        )
 
     def unused(self) -> list[str]:
         """Return a message for each setting that was given and has no effect."""
@@ -392,6 +396,101 @@ class Outer:
     def _is_set(self, name: str) -> bool:
         """Return whether a setting differs from its default."""
         return bool(getattr(self, name) != getattr(Outer, name))
+
+
+@dataclass(frozen=True)
+class MicrobatchSplit:
+    """How many consecutive micro-batches of the global batch each replica runs.
+
+    Args:
+        runs: Pairs (number of consecutive replicas, micro-batches of each), which are few even for
+            thousands of replicas.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ((1, 1),)
+
+    @classmethod
+    def of_counts(cls, counts: Iterable[int]) -> "MicrobatchSplit":
+        """Return the split with this number of micro-batches for each replica."""
+        return cls(tuple((len(list(equal)), count) for count, equal in groupby(counts)))
+
+    @classmethod
+    def divide(
+        cls, microbatches: int, replicas: int, weights: Sequence[int] | None
+    ) -> "MicrobatchSplit":
+        """Divide replicas x `microbatches` in proportion to the weights; None divides evenly.
+
+        Raises ConfigError unless there is one weight per replica and the division is exact.
+        """
+        if weights is None:
+            return cls(((replicas, microbatches),))
+        if len(weights) != replicas:
+            raise ConfigError(
+                f"outer.weights: expected a weight for each of {replicas} replica(s), got "
+                f"{len(weights)}: {list(weights)}; write {replicas} numbers, or leave it out "
+                f"for equal shares"
+            )
+        least = reduce(gcd, weights)
+        parts = [weight // least for weight in weights]
+        total, whole = microbatches * replicas, sum(parts)
+        if total % whole:
+            step = lcm(whole, replicas) // replicas
+            below = microbatches // step * step
+            near = " or ".join(str(number) for number in (below, below + step) if number)
+            raise ConfigError(
+                f"outer.weights: expected replicas x micro-batches that {list(weights)} divide, "
+                f"multiples of {whole}, got {replicas} x {microbatches} = {total}; use {near} "
+                f"micro-batches (pipeline.microbatches x train.accumulation), or other weights"
+            )
+        return cls.of_counts(total // whole * part for part in parts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the number of micro-batches of each replica."""
+        return tuple(count for number, count in self.runs for _ in range(number))
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of replicas."""
+        return sum(number for number, _ in self.runs)
+
+    @property
+    def total(self) -> int:
+        """Return the number of global micro-batches."""
+        return sum(number * count for number, count in self.runs)
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of micro-batches of a replica."""
+        return max(count for _, count in self.runs)
+
+    @property
+    def fullest(self) -> int:
+        """Return the first replica with the largest number of micro-batches."""
+        starts = accumulate((number for number, _ in self.runs), initial=0)
+        runs = zip(starts, self.runs, strict=False)
+        return next(start for start, (_, count) in runs if count == self.most)
+
+    @property
+    def are_equal(self) -> bool:
+        """Return whether all replicas run the same number of micro-batches."""
+        return len({count for _, count in self.runs}) == 1
+
+    def of(self, replica: int) -> range:
+        """Return the indices of a replica's micro-batches in the global batch."""
+        first = skipped = 0
+        for number, count in self.runs:
+            if replica < skipped + number:
+                first += (replica - skipped) * count
+                return range(first, first + count)
+            first, skipped = first + number * count, skipped + number
+        raise IndexError(f"expected one of {skipped} replicas, got {replica}")
+
+    def owner(self, microbatch: int) -> tuple[int, int]:
+        """Return the replica that runs a global micro-batch, and the index within that replica."""
+        ends = list(accumulate(self.counts))
+        replica = next(number for number, end in enumerate(ends) if microbatch < end)
+        return replica, microbatch - self.of(replica).start
 
 
 _Timeout: Final = Range(0, MAX_TIMEOUT_S, excludes_least=True)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine import own_generators
 from gpipe_hpc.models import (
@@ -40,6 +39,7 @@ from gpipe_hpc.models import (
 )
 from gpipe_hpc.pytree import Nest, map_tensors
 from gpipe_hpc.schedule import Op, Schedule
+from gpipe_hpc.settings import MicrobatchSplit
 from gpipe_hpc.verify.statistics import PlainStatistics
 
 Strand = tuple[int, int]

@@ -175,7 +175,7 @@ def run(factory, shard, num_steps=8):
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizer_that_looks_across_elements_is_refused(name):
     for text, is_untouched in run(REFUSED[name], "flat"):
-        assert "expected an optimizer that updates each element by itself" in text
+        assert "expected an optimizer that updates each element independently" in text
         assert is_untouched
 
 

@@ -8,10 +8,10 @@ import torch
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.data_parallel import BucketItem
 from gpipe_hpc.data_parallel.compressors import (
+    QSGD,
     QSGD_GROUP,
-    CodedAllReduce,
-    Float16Code,
-    QsgdCode,
+    BFloat16,
+    Float16,
     make_compressor,
 )
 from gpipe_hpc.errors import ConfigError
@@ -165,7 +165,7 @@ def test_what_is_not_finite_arrives_as_such(name, bad):
 
 
 def test_qsgd_rounds_by_chance_to_the_right_mean():
-    code = QsgdCode(7)
+    code = QSGD(7)
     numbers = torch.linspace(-1, 1, 300)
     drawn = torch.stack(
         [code.decode(code.encode(numbers, key), 300, torch.float64) for key in range(400)]
@@ -178,7 +178,7 @@ def test_qsgd_rounds_by_chance_to_the_right_mean():
 @pytest.mark.parametrize("levels", [7, 8, 127])
 def test_qsgd_loses_less_than_there_is(levels):
     """Else what error feedback adds up would grow: the worst is one large number, many small."""
-    code = QsgdCode(levels)
+    code = QSGD(levels)
     for small in (0.0, 0.01, 0.03, 0.05, 0.07, 0.2):
         numbers = torch.full((QSGD_GROUP,), small)
         numbers[0] = 1.0
@@ -191,7 +191,7 @@ def test_qsgd_loses_less_than_there_is(levels):
         assert torch.stack(lost).mean() < 0.75 * numbers.square().sum()
 
 
-@pytest.mark.parametrize("code", [Float16Code(), QsgdCode(7), QsgdCode(100)])
+@pytest.mark.parametrize("code", [Float16(), QSGD(7), QSGD(100)])
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257])
 def test_codes_are_as_long_as_they_say(code, count):
     numbers = torch.randn(count)
@@ -215,8 +215,8 @@ def test_more_copies_than_numbers(name):
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(setting):
     (name,) = setting
-    with pytest.raises(ConfigError, match=rf"outer\.{name}: expected"):
-        make_compressor(Outer(compress=name.partition("_")[0], **setting))
+    with pytest.raises(ConfigError, match=rf"bad outer\.{name}, expected"):
+        Outer(compress=name.partition("_")[0], **setting).checked()
 
 
 def test_an_unknown_compressor_is_answered_with_the_known_ones():
@@ -228,6 +228,6 @@ def test_the_code_of_a_shard_is_not_the_sender_s_own():
     """A copy adds its own shard uncoded: with one copy more there is one loss less."""
     owns = [torch.full((4,), 1 + 2**-10) for _ in range(2)]
     result, left, _ = summed(Outer(compress="bfloat16"), owns, [(4,)])[0]
-    assert isinstance(make_compressor(Outer(compress="bfloat16")), CodedAllReduce)
+    assert isinstance(make_compressor(Outer(compress="bfloat16")), BFloat16)
     assert torch.equal(result, torch.full((4,), 2.0))
     assert torch.equal(left, torch.tensor([2**-10] * 4))

@@ -265,7 +265,7 @@ def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, sc
         ({"buckets": 3}, "outer: unknown setting buckets.*bucket_bytes"),
         ({"order": "rnak"}, r"outer\.order, expected one of backend, rank, got 'rnak'"),
         ({"algorithm": "ring"}, r"outer\.algorithm was removed.*order=rank"),
-        ({"hierarchy": "rack"}, r"outer\.hierarchy, expected none, host or a number of copies"),
+        ({"hierarchy": "rack"}, r"outer\.hierarchy, expected none, host or a number of replicas"),
         ({"hierarchy": 0}, r"outer\.hierarchy, expected none, host or a number"),
         ({"hierarchy": 3}, r"outer\.hierarchy, expected a divisor of the 2 copies.*1, 2, or host"),
         ({"order": "rank", "hierarchy": 2}, "and .* cannot be combined, expected one way to sum"),

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import build, schedule_names
-from gpipe_hpc.settings import Outer
+from gpipe_hpc.settings import MicrobatchSplit, Outer
 from tests.data_parallel.replicas import (
     WIDTH,
     blocks,
@@ -201,15 +200,16 @@ def test_portions_are_all_micro_batches_once(weights, microbatches):
         return
     assert portions.total == microbatches * len(weights)
     owned = [portions.owner(m) for m in range(portions.total)]
+    assert portions.fullest == portions.counts.index(portions.most)
     assert owned == [(r, m) for r, count in enumerate(portions.counts) for m in range(count)]
     assert [m for r in range(len(weights)) for m in portions.of(r)] == list(range(portions.total))
     for count, weight in zip(portions.counts, weights, strict=True):
         assert count * sum(weights) == weight * portions.total
 
 
-@pytest.mark.parametrize("bad", [[], [3, 0], [3, -1], [1.5, 2], "31", [True, 1], 4])
+@pytest.mark.parametrize("bad", [[3, 0], [3, -1], [1.5, 2], "31", [True, 1], 4])
 def test_weights_that_are_none_are_refused(bad):
-    with pytest.raises(ConfigError, match=r"outer\.weights, expected a "):
+    with pytest.raises(ConfigError, match=r"outer\.weights, expected a"):
         Outer(weights=bad).checked()
 
 

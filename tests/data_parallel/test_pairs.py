@@ -51,7 +51,7 @@ REFUSED = [
     (
         {"flat"},
         WAYS - {"order"},
-        r"outer\.shard=flat .*got outer\.(hierarchy|compress)",
+        r"outer\.shard=flat .* combined with outer\.(hierarchy|compress)",
     ),
     ({"flat", "oss"}, APART, r"bad outer\.shard, expected none with outer\.every=2"),
     (APART, {"normalise"}, r"outer\.every: .*normalise_over_replicas=False"),

@@ -20,7 +20,7 @@ from experiments.scale.startup.session import Part, measure_session
 from experiments.scale.startup.simulated import join, no_counts
 from gpipe_hpc.comm.net.pickling import dumps
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.data_parallel.strategies import join_runs
+from gpipe_hpc.data_parallel.buckets import join_runs
 from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.buffer_sync import _SourceBuffer, _united
 from gpipe_hpc.trainer.run.identity import RunIdentity

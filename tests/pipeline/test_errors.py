@@ -289,15 +289,15 @@ def test_a_loss_that_can_be_called_with_two_is_taken(loss_fn):
 @pytest.mark.parametrize(
     ("args", "given", "words"),
     [
-        ((), {}, r"all else by keyword, got 0 by place"),
-        ((linears(2),), {}, r"got 1 by place; write Pipeline\(layers, loss_fn"),
-        ((linears(2), mean_square, 4), {}, r"got 3 by place"),
-        ((linears(2), mean_square), {"loss_fn": mean_square}, r"loss_fn once more"),
-        ((linears(2), nn.MSELoss), {}, r"got the class MSELoss; make it, as MSELoss\(\)"),
+        ((), {}, r"all else by keyword, got 0 positional"),
+        ((linears(2),), {}, r"got 1 positional.*; write Pipeline\(layers, loss_fn"),
+        ((linears(2), mean_square, 4), {}, r"got 3 positional"),
+        ((linears(2), mean_square), {"loss_fn": mean_square}, r"loss_fn again"),
+        ((linears(2), nn.MSELoss), {}, r"got the class MSELoss; create an instance: MSELoss\(\)"),
         ((linears(2), 3), {}, r"loss_fn: expected a function of \(output, target\), got int"),
-        ((linears(2), one_argument), {}, r"\(output, target\), got one of \(output\); let it take"),
-        ((linears(2), lambda o, t, weight: o), {}, r"got one of \(o, t, weight\); .* bind what"),
-        ((linears(2), OneArgument()), {}, r"got one of \(output\)"),
+        ((linears(2), one_argument), {}, r"\(output, target\), got a function of \(output\)"),
+        ((linears(2), lambda o, t, weight: o), {}, r"of \(o, t, weight\); .* bind others"),
+        ((linears(2), OneArgument()), {}, r"got a function of \(output\)"),
     ],
 )
 def test_what_a_pipeline_is_not_made_of(args, given, words):

@@ -11,13 +11,13 @@ from gpipe_hpc.comm.collectives.tree_group import TreeGroup, own_tree_levels
 from gpipe_hpc.comm.net.pickling import dumps, loads
 from gpipe_hpc.comm.world.mesh import Mesh
 from gpipe_hpc.comm.world.threads import run_on_threads
-from gpipe_hpc.data_parallel import MicrobatchSplit
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.planner import Layout, broadcast_layout
 from gpipe_hpc.planner.cutting.partition import Partition
 from gpipe_hpc.planner.tables import make_tables
 from gpipe_hpc.schedule import Op, build, digest, with_row, without_rows
 from gpipe_hpc.schedule.families.known import FAMILIES
+from gpipe_hpc.settings import MicrobatchSplit
 
 
 def layout_of(ranks=4, microbatches=6, replicas=1, name="zb_v"):

@@ -59,6 +59,10 @@ def test_a_run_ends_with_replicas_that_hold_the_same(tmp_path, stored_tensors):
     ("words", "told"),
     [
         (["outer=diloco", "train.steps=100"], r"outer\.every.*divisor of train\.steps=100.*=50 or"),
+        (
+            ["outer=diloco", "outer.every=10", "train.steps=9223372036854775807"],
+            r"outer\.every.*set outer\.every=7 or",
+        ),
         (["outer.compress=gzip"], r"outer\.compress.*none, bfloat16.*gzip"),
         (["outer.qsgd_levels=3"], r"outer\.qsgd_levels"),
         (["outer.topk_fraction=0.7"], r"outer\.topk_fraction"),

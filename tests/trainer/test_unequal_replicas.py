@@ -14,9 +14,9 @@ from tests.support import losses, train_here
 UNEQUAL = ("pipeline.replicas=2", "outer.weights=[3,1]", "pipeline.microbatches=4")
 REFUSED = {
     "[3,1,1]": r"a weight for each of 2 replica\(s\), got 3",
-    "[3,0]": r"a whole number above 0 for each replica, got \[3, 0\]",
-    "[3,-1]": r"a whole number above 0 for each replica, got \[3, -1\]",
-    "[]": r"a whole number above 0 for each replica, got \[\]",
+    "[3,0]": r"outer\.weights, expected at least 1, got \[3, 0\]",
+    "[3,-1]": r"outer\.weights, expected at least 1, got \[3, -1\]",
+    "[]": r"a weight for each of 2 replica\(s\), got 0",
     "[4,1]": r"2 x 4 = 8; use 5 micro-batches",
 }
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_hpc.comm.collectives.group import CompletionCallbacks
-from gpipe_hpc.comm.watchdog.wait_listener import WaitListener
+from gpipe_hpc.comm.watchdog.wait_listener import WaitListener, ignore_wait
 
 
 class QueuedCollective:
@@ -35,7 +35,11 @@ class QueuedCollective:
         """Return whether the job is complete or has failed."""
         return self._done.is_set()
 
-    def wait(self, listener: WaitListener) -> None:
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Run `call` once the job is complete or has failed."""
+        self.calls.add(call)
+
+    def wait(self, listener: WaitListener = ignore_wait) -> None:
         """Block until the job is complete, executing queued jobs meanwhile; raise its exception.
 
         `listener` receives the ranks that the job waits for, as long as this call blocks.

@@ -124,7 +124,7 @@ class OptimizerSharing(NamedTuple):
         own = {n: w for n, w in weights.items() if n in names and w.is_trained and w.num_elements}
         for size in sorted({_size([weight]) for weight in own.values()}):
             counts = {n: w.num_elements for n, w in own.items() if _size([w]) == size}
-            owner = assign_owners(counts, dict.fromkeys(counts, True), copies.number)
+            owner = assign_owners(counts, copies.number)
             held: Counter[int] = Counter()
             for name, count in counts.items():
                 held[owner[name]] += count

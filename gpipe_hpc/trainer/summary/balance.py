@@ -5,7 +5,7 @@ from functools import reduce
 from math import gcd
 from typing import Final, NamedTuple
 
-from gpipe_hpc.data_parallel import MicrobatchSplit
+from gpipe_hpc.settings import MicrobatchSplit
 
 _LEAST_GAIN: Final = 0.1  # fraction of the slowest replica's time worth reporting
 

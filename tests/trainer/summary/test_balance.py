@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.data_parallel import MicrobatchSplit
+from gpipe_hpc.settings import MicrobatchSplit
 from gpipe_hpc.trainer.summary.balance import balance
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.data_parallel import MicrobatchSplit
+from gpipe_hpc.settings import MicrobatchSplit
 from gpipe_hpc.trainer.summary import compose
 from gpipe_hpc.trainer.summary.compose import MedianTrace, RunOutcome, write_summary
 

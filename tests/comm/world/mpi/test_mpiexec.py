@@ -8,7 +8,7 @@ import torch
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.collectives.halving import rabenseifner_all_reduce
-from gpipe_hpc.data_parallel import strategies
+from gpipe_hpc.data_parallel import buckets
 from tests.comm.collectives.starts import ALL_REDUCES, by_length
 from tests.comm.world.mpi.program import KINDS, SIZES, drawn, make
 from tests.simulated.scenarios import ALL, on_cpu
@@ -154,7 +154,7 @@ def sum_in_the_order_of_mpi(scenario, monkeypatch):
     def by_hand(start):
         return lambda flat, items: by_length(rabenseifner_all_reduce, start.__self__, flat)
 
-    monkeypatch.setattr(strategies, "_collective", by_hand)
+    monkeypatch.setattr(buckets, "_collective", by_hand)
 
 
 @pytest.mark.slow

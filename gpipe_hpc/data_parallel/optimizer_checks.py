@@ -1,21 +1,21 @@
-"""Make optimizers for a part of the model, and check that they can work on a part.
+"""Check whether an optimizer can work on a part of the model.
 
-torch's own optimizers are known. Others are tried on small tensors.
+For torch's own optimizers the answer is known. Others are tried on small tensors.
 
-``outer.shard=flat`` gives each rank an optimizer for its flattened shard of the elements. So an
-optimizer for some tensors is compared with two optimizers, each for a part of every tensor, by the
-change of each step. One tensor is a matrix large enough for optimizers that treat small ones
-differently. Gradients have many magnitudes, and there are more steps than optimizers warm up.
+With ``outer.shard=flat``, the optimizer of a rank updates a flattened shard of the elements. So the
+steps of one optimizer on some tensors are compared with those of two optimizers, each for a part of
+every tensor. One tensor is a matrix, large enough for optimizers that treat small ones differently.
+Gradients have many magnitudes, and there are more steps than the warm-up of optimizers takes.
 
-A rank has only some of the parameters. So the check also tries whether a step on one parameter
+A rank has only some of the parameters. So a second check tries whether a step on one parameter
 depends on the gradients of others.
 """
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Sequence
 from inspect import signature
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn, optim
@@ -39,113 +39,12 @@ _SMALL: Final = ((4, 3), (7,), (3, 2, 2, 2))
 _LARGE: Final = (130, 136)
 _MANY, _FEW = 130, 12  # steps on small tensors, and on the large one
 _STEPS_OF_TWO: Final = 3  # on two matrices
-_ZEROS: Final = 7  # of so many steps one has a gradient of zeros in the first part of each tensor
+_ZEROS: Final = 7  # every 7th step, gradients of the first part of each tensor are zero
 # Attributes that belong to one object.
 _HOOKS: Final = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
 )
-
-O = TypeVar("O", bound=Optimizer)
-
-Factory = Callable[[list[nn.Parameter]], O]
-"""Function that makes an optimizer for the parameters of a rank."""
-
-
-class NoParameters(list[nn.Parameter]):
-    """An empty list of parameters for which torch's optimizers can be constructed.
-
-    Iterating over it yields a parameter without elements, because optimizers refuse an empty list.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._placeholder = nn.Parameter(torch.empty(0, 0, device=device))
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        """Yield the parameter without elements."""
-        return iter([self._placeholder])
-
-
-class OptimizerSharding(Protocol):
-    """How replicas share the state of optimizers (interface)."""
-
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether a replica has only its shard of the gradients."""
-
-    @property
-    def not_owned(self) -> Set[str]:
-        """Global names of the parameters that other replicas update."""
-
-    def attach(self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter]) -> None:
-        """Make an optimizer of whole parameters, by global name, update only this rank's share."""
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether parameters that other ranks have updated may not have arrived yet."""
-
-    def wait(self) -> None:
-        """Wait for all parameters."""
-
-
-def make_optimizer(
-    factory: Factory[O],
-    whole: Mapping[str, nn.Parameter],
-    sharding: OptimizerSharding | None = None,
-    *,
-    has_all: bool = False,
-) -> O:
-    """Call a user's function that makes an optimizer for this rank's parameters.
-
-    Args:
-        factory: The user's function.
-        whole: The parameters by global name; may be empty.
-        sharding: How optimizer state is sharded over replicas; None if it is not.
-        has_all: Whether the rank has all parameters of the model.
-
-    Raises ConfigError for an optimizer that cannot be used for a part of the model, or not sharded.
-    """
-    # Torch refuses an optimizer without parameters: a placeholder is removed afterwards.
-    placeholder = nn.Parameter(torch.zeros(1, 1))
-    optimizer = factory(list(whole.values()) or [placeholder])
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"pipe.optimizer: expected the function to return a torch.optim.Optimizer, got "
-            f"{type(optimizer).__name__}; return the optimizer"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError(
-            "pipe.optimizer: expected an optimizer of dense gradients, got SparseAdam: those of "
-            "nn.Embedding(sparse=True) are made dense before they are summed; use torch.optim.Adam"
-        )
-    if not whole:
-        replace_parameters(optimizer, {placeholder: None})
-    if sharding is not None:
-        sharding.attach(optimizer, whole)
-    if sharding is not None or not has_all:
-        check_separable(optimizer)
-    return optimizer
-
-
-def replace_parameters(
-    optimizer: Optimizer, replacements: Mapping[nn.Parameter, nn.Parameter | None]
-) -> None:
-    """Replace parameters of an optimizer; None removes a parameter and its state.
-
-    Other parameters, and the options and names of parameter groups, are kept.
-    """
-    for group in optimizer.param_groups:
-        params = group["params"]
-        names = group.get("param_names") or [None] * len(params)
-        pairs = [(replacements.get(p, p), name) for p, name in zip(params, names, strict=True)]
-        kept = [(p, name) for p, name in pairs if p is not None]
-        group["params"] = [p for p, _ in kept]
-        if "param_names" in group:
-            group["param_names"] = [name for _, name in kept]
-    for parameter, other in replacements.items():
-        if other is None:
-            optimizer.state.pop(parameter, None)
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
@@ -156,9 +55,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if any(optimizer.state.values()):
         raise ConfigError(
-            f"outer.shard=flat: expected an optimizer that makes its state in its first step, got "
-            f"{name}, which has made one for whole parameters already; use outer.shard=oss, which "
-            f"divides whole tensors"
+            f"outer.shard=flat: {name} has created its state for whole parameters, before its "
+            f"first step; use outer.shard=oss, which assigns whole tensors to replicas"
         )
     if type(optimizer) in _ELEMENTWISE:
         return
@@ -171,13 +69,13 @@ def check_elementwise(optimizer: Optimizer) -> None:
         seen.append(options)
         try:
             differing = next(filter(None, (_differing(optimizer, number, *t) for t in tries)), 0)
-            found = f"step {differing} on a tensor is not that of its parts"
+            found = f"step {differing} on a tensor differs from steps on its parts"
         except Exception as error:
             differing, found = 1, f"{type(error).__name__}: {error}"
         if differing:
             raise ConfigError(
-                f"outer.shard=flat: expected an optimizer that updates each element by itself, got "
-                f"{name}: {found}; use outer.shard=oss, which divides whole tensors"
+                f"outer.shard=flat: expected an optimizer that updates each element independently, "
+                f"got {name}: {found}; use outer.shard=oss, which assigns whole tensors to replicas"
             )
 
 
@@ -188,7 +86,7 @@ def check_separable(optimizer: Optimizer) -> None:
     matrices, with the gradients of one scaled in the second try. An optimizer that cannot be tried
     is accepted.
     """
-    # Ours look at one parameter at a time.
+    # Optimizers of gpipe_hpc update each parameter independently.
     if type(optimizer) in _ELEMENTWISE or type(optimizer).__module__.startswith("gpipe_hpc."):
         return
     if not isinstance(optimizer, optim.LBFGS):
@@ -196,14 +94,14 @@ def check_separable(optimizer: Optimizer) -> None:
             return
         try:
             alike, other = (_moved_first(optimizer, scale) for scale in (1.0, 100.0))
-        except Exception:  # it may need parameters of another kind than ours
+        except Exception:  # it may need parameters of another shape or dtype
             return
         if torch.equal(alike, other):
             return
     raise ConfigError(
         f"pipe.optimizer: expected an optimizer whose step on a parameter depends on its own "
-        f"gradient, got {type(optimizer).__name__}, which looks across parameters: each rank "
-        f"would see its own alone; use another, as torch.optim.AdamW, or one rank a pipeline"
+        f"gradient, got {type(optimizer).__name__}, which combines parameters, and a rank has only "
+        f"those of its stages; use another, such as torch.optim.AdamW, or one rank per pipeline"
     )
 
 
@@ -300,12 +198,13 @@ def _probe_of(optimizer: Optimizer, number: int, parameters: list[nn.Parameter])
     for name, value in vars(optimizer).items():
         is_filled = isinstance(value, list | dict | set | deque)
         probe.__dict__[name] = copy.copy(value) if is_filled else value
-    probe.__dict__.pop("step", None)  # a schedule of learning rates binds it to the other one
+    # A learning-rate scheduler wraps `step`, bound to the original optimizer.
+    probe.__dict__.pop("step", None)
     probe.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
     probe.state = defaultdict(dict)
     group = optimizer.param_groups[number]
     probe.param_groups = [{**group, "params": parameters}]
-    if not group.get("lr", 1.0):  # it rises later: what does not move tells nothing
+    if not group.get("lr", 1.0):  # a warm-up starts at 0, and without steps nothing is compared
         probe.param_groups[0]["lr"] = 1e-3
     for name, inner in vars(optimizer).items():
         if isinstance(inner, Optimizer) and number < len(inner.param_groups):
