@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from glob import glob
 from os.path import expanduser
 from pathlib import Path
-from typing import Final
 
 from gpipe_hpc.bench.figures import PointResult, table
 from gpipe_hpc.bench.plot import draw
@@ -18,9 +17,6 @@ from gpipe_hpc.data.paths import expand
 from gpipe_hpc.errors import GpipeError, is_users_mistake
 from gpipe_hpc.preflight.layout import plan_layout
 from gpipe_hpc.settings import Config
-
-_STEPS: Final = "steps"
-_COLLECTIVES: Final = "collectives"
 
 
 def main() -> None:

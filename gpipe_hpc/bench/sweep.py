@@ -6,7 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 from gpipe_hpc.config import num_planned_ranks
-from gpipe_hpc.settings import Config, refuse
+from gpipe_hpc.settings import Config
 
 
 class Point(NamedTuple):
@@ -48,12 +48,8 @@ def at_point(config: Config, point: Point) -> Config:
 
 
 def points(config: Config) -> list[Point]:
-    """Return all combinations of the listed settings; raise ConfigError for numbers below 1."""
+    """Return all combinations of the listed settings."""
     bench, own = config.bench, config.pipeline
-    for name in ("ranks", "threads", "batch_sizes", "microbatches"):
-        for value in getattr(bench, name):
-            if value < 1:
-                raise refuse(f"bench.{name}", "numbers from 1 up", value, "correct that one")
     lists = (
         bench.ranks or [num_planned_ranks(config, 1)],
         bench.threads or [1],

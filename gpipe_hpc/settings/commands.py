@@ -270,16 +270,16 @@ class BenchConfig:
     workloads: Annotated[list[str], Level.EVERYDAY] = field(default_factory=lambda: ["steps"])
     """Workloads to measure; steps (training steps of your model) is the only one."""
 
-    ranks: Annotated[list[int], Level.EVERYDAY] = field(default_factory=list)
+    ranks: Annotated[list[int], Range(1), Level.EVERYDAY] = field(default_factory=list)
     """Numbers of ranks, all on this machine. []: pipeline.stages x pipeline.replicas."""
 
-    threads: list[int] = field(default_factory=lambda: [1])
+    threads: Annotated[list[int], Range(1)] = field(default_factory=lambda: [1])
     """Numbers of CPU threads of a rank."""
 
-    batch_sizes: Annotated[list[int], Level.EVERYDAY] = field(default_factory=list)
+    batch_sizes: Annotated[list[int], Range(1), Level.EVERYDAY] = field(default_factory=list)
     """Numbers of samples in the global batch. []: train.batch_size."""
 
-    microbatches: Annotated[list[int], Level.EVERYDAY] = field(default_factory=list)
+    microbatches: Annotated[list[int], Range(1), Level.EVERYDAY] = field(default_factory=list)
     """Numbers of micro-batches of a replica. []: pipeline.microbatches."""
 
     backends: list[str] = field(default_factory=list)

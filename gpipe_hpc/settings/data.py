@@ -8,7 +8,7 @@ so that the fields of a subclass come first.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.settings.fields import Choices, Level, Range, refuse
@@ -29,27 +29,24 @@ class Shapes(NamedTuple):
     loss: str
 
 
-# Paths and reading options are not compared on resume: the content of the files is.
-_NO_MATTER: Final = frozenset(
-    {
-        "workers",
-        "prefetch",
-        "path",
-        "paths",
-        "root",
-        "validation_paths",
-        "num_validation_samples",
-        "index_dir",
-        "_target_",
-    }
-)
-
-
 @dataclass
 class DataConfig:
     """Settings that all kinds of data have."""
 
-    no_matter: ClassVar[frozenset[str]] = _NO_MATTER
+    # Paths and reading options are not compared on resume: the content of the files is.
+    no_matter: ClassVar[frozenset[str]] = frozenset(
+        {
+            "workers",
+            "prefetch",
+            "path",
+            "paths",
+            "root",
+            "validation_paths",
+            "num_validation_samples",
+            "index_dir",
+            "_target_",
+        }
+    )
     """Settings that change neither the samples nor their order."""
     is_computed: ClassVar[bool] = False
     """Whether the other settings alone determine the samples, without files or code of the user."""

@@ -162,8 +162,8 @@ class OptimizerConfig:
     def check(self) -> None:
         """Raise ConfigError for settings that cannot work together."""
         betas = getattr(self, "betas", None)
-        if betas is not None and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-            raise refuse("optimizer.betas", "two numbers, 0 <= beta < 1", betas, "as [0.9,0.95]")
+        if betas is not None and len(betas) != 2:
+            raise refuse("optimizer.betas", "two numbers", betas, "write it as [0.9,0.95]")
 
 
 @dataclass
@@ -172,7 +172,9 @@ class AdamWConfig(OptimizerConfig):
 
     weight_decay: float = 0.1
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[list[float], Range(0, 1, excludes_most=True)] = field(
+        default_factory=lambda: [0.9, 0.95]
+    )
     """Decay rates of the moving averages of the gradient and of its square."""
 
     eps: Annotated[float, Range(0)] = 1e-8
@@ -242,7 +244,9 @@ class LAMBConfig(OptimizerConfig):
     lr: float = 2e-3
     weight_decay: float = 0.01
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: Annotated[list[float], Range(0, 1, excludes_most=True)] = field(
+        default_factory=lambda: [0.9, 0.999]
+    )
     """Decay rates of the moving averages of the gradient and of its square."""
 
     eps: Annotated[float, Range(0)] = 1e-6

@@ -10,7 +10,7 @@ from gpipe_hpc.bench.figures import PointResult, table
 from gpipe_hpc.bench.plot import draw
 from gpipe_hpc.bench.running import measure
 from gpipe_hpc.bench.sweep import Point, points, varied
-from gpipe_hpc.config import compose_config
+from gpipe_hpc.config import check_timing, compose_config
 from gpipe_hpc.errors import ConfigError
 
 POINT = Point(2, 1, 16, 4, "gloo")
@@ -27,8 +27,8 @@ def test_points_are_all_combinations_and_what_is_not_named_is_the_runs_own():
 
 
 def test_numbers_below_one_are_refused():
-    with pytest.raises(ConfigError, match=r"bench\.ranks.* got 0"):
-        points(compose_config(["bench.ranks=[1,0]"]))
+    with pytest.raises(ConfigError, match=r"bench\.ranks, expected at least 1, got \[1, 0\]"):
+        check_timing(compose_config(["bench.ranks=[1,0]"]))
 
 
 def test_a_table_says_what_failed_and_how_much_faster_the_rest_is():
