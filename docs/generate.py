@@ -10,8 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from gpipe_hpc.config.compose import data_kind, presets
+from gpipe_hpc.config.errors import GROUPS
 from gpipe_hpc.config.help import (
-    GROUPS,
     SettingRow,
     about_preset,
     row_of,

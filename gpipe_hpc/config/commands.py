@@ -48,16 +48,16 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1
     BAD_CONFIG = 2
-    NON_FINITE = 4  # a restart would come to the same
+    NON_FINITE = 4  # a restart would fail the same way
     REQUEUE = 75
-    INTERRUPTED = 128 + signal.SIGINT  # as shells report it
+    INTERRUPTED = 128 + signal.SIGINT  # the code of shells
 
 
-# Hydra prints what it finds wrong and leaves, unless this is set.
+# Unless this variable is set, Hydra prints an error and exits instead of raising it.
 _HYDRA_RAISES: Final = "HYDRA_FULL_ERROR"
 
 
-# Where libyaml is not there, PyYAML has no loader in C.
+# PyYAML has the loader in C only if it was built with libyaml.
 _YamlLoader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -89,7 +89,7 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
     Args:
         task: Runs one job and returns its exit code.
         command: Name of the command in `COMMANDS`, whose help ``--help`` prints.
-        unshared: Setting with an output path that must differ between the jobs of a sweep.
+        unshared: Setting with an output path, which must differ between the jobs of a sweep.
     """
     protect_streams()
     words = sys.argv[1:]
@@ -107,7 +107,7 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
 def _run_all(task: Task, command: str, unshared: str | None) -> int:
     launcher = _other_launcher(sys.argv[1:])
     try:
-        if "torch" in sys.modules:  # a command that needs it has loaded it
+        if "torch" in sys.modules:  # commands that need torch import it at their top
             from gpipe_hpc.torch_compat import refuse_unfit_torch
 
             refuse_unfit_torch()
@@ -125,7 +125,7 @@ def _run_all(task: Task, command: str, unshared: str | None) -> int:
 
 
 def _other_launcher(words: Sequence[str]) -> str | None:
-    """Return the Hydra launcher that runs the jobs of a sweep elsewhere; None for Hydra's own."""
+    """Return the Hydra launcher plugin that a sweep uses; None if jobs run in this process."""
     if not {"-m", "--multirun"} & set(words):
         return None
     chosen = [word.partition("=")[2] for word in words if word.startswith("hydra/launcher=")]
@@ -147,32 +147,31 @@ def _run_elsewhere(jobs: Sequence[CommandJob], command: str, launcher: str) -> i
     """Run all jobs with a Hydra launcher; return the first exit code that is not 0."""
     mark = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = (Path("runs") / f"sweep_{mark}").absolute()
-    print_line(f"gpipe_hpc: {len(jobs)} jobs by {launcher}, in {folder}")
-    elsewhere = ChildLauncher(f"gpipe_hpc.{command}", folder)
+    print_line(f"gpipe_hpc: starting {len(jobs)} jobs with {launcher}; exit codes in {folder}")
+    child = ChildLauncher(f"gpipe_hpc.{command}", folder)
     failure = None
     register_schemas()
     own = [f"hydra.sweep.dir={folder}", "hydra.job.name=gpipe_hpc"]
     with _words([*sys.argv[1:], *own]), _environment({_HYDRA_RAISES: "1"}):
         try:
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
-                elsewhere
+                child
             )()
         except Exception as error:
             if is_of_composing(error):
                 raise composing_error(error) from None
-            failure = error  # a job that was killed, say, or a cluster that takes none
+            failure = error  # for example a killed job, or a cluster that accepts none
     ended = ended_jobs(folder)
     if failure is not None and not ended:
         raise ConfigError(
-            f"config: hydra/launcher={launcher} ran no job, expected one that starts them, got "
-            f"{type(failure).__name__}: {failure}; see {folder}"
+            f"config: hydra/launcher={launcher} ran no job: {type(failure).__name__}: {failure}; "
+            f"see {folder}"
         )
     codes = [(job, ended.get(place)) for place, job in enumerate(jobs)]
     failed = [(job, code) for job, code in codes if code != ExitCode.DONE]
     for job, code in failed:
-        how = "was ended from outside" if code is None else f"ended with exit code {code}"
-        words = f"gpipe_hpc: {_heading(job, jobs)} {how}"
-        print_line(words)
+        how = "was killed" if code is None else f"ended with exit code {code}"
+        print_line(f"gpipe_hpc: {_heading(job, jobs)} {how}")
     return next((code or ExitCode.FAILED for _, code in failed), ExitCode.DONE)
 
 
@@ -211,18 +210,21 @@ def _composed_jobs(*, reads_data: bool) -> list[CommandJob]:
     wrong: list[ConfigError] = []
 
     def collect(composed: DictConfig) -> None:
-        told = HydraConfig.get()
-        environment = {str(name): str(value) for name, value in told.job.env_set.items()}
+        own = HydraConfig.get()
+        environment = {str(name): str(value) for name, value in own.job.env_set.items()}
         try:
-            _refuse_of_hydra(told)
-            config = load_config(composed, told, reads_data=reads_data)
-            jobs.append(CommandJob(config, len(jobs) + 1, overrides_of(told), environment))
+            _refuse_of_hydra(own)
+            config = load_config(composed, own, reads_data=reads_data)
+            jobs.append(CommandJob(config, len(jobs) + 1, overrides_of(own), environment))
         except ConfigError as error:
             wrong.append(error)
 
     _refuse_options(sys.argv[1:])
     if not _concerns_hydra(sys.argv[1:]):
-        return [_composed_alone(sys.argv[1:], reads_data=reads_data)]
+        # Hydra's command line would compose all settings twice, first to find out whether it is a
+        # sweep: a quarter of the CPU time of a short run, on every rank.
+        words = sys.argv[1:]
+        return [CommandJob(compose_config(words, reads_data=reads_data), 1, tuple(words), {})]
     check_arguments(_without_options(sys.argv[1:]))
     register_schemas()
     # Hydra writes multirun.yaml for every sweep; conf/config.yaml sends it here.
@@ -238,7 +240,7 @@ def _composed_jobs(*, reads_data: bool) -> list[CommandJob]:
                 raise
             raise composing_error(error) from None
         except SystemExit as leaving:
-            # Nothing but composing has run: 1 is Hydra's code for what it could not compose.
+            # Only composing has run: Hydra exits with 1 if it cannot compose the settings.
             if leaving.code == ExitCode.FAILED:
                 sys.exit(ExitCode.BAD_CONFIG)
             raise
@@ -246,44 +248,35 @@ def _composed_jobs(*, reads_data: bool) -> list[CommandJob]:
         raise wrong[0]
     if not jobs and {"-m", "--multirun"} & set(sys.argv[1:]):
         raise ConfigError(
-            "config: bad hydra/launcher, expected Hydra's own, which composes all jobs of a sweep "
-            "in this process, got one that gave none back; leave it out, or start a run for each"
+            "config: bad hydra/launcher, expected one that composes all jobs of a sweep in this "
+            "process, as Hydra's own does, got one that returned none; leave it out, or start a "
+            "run for each job"
         )
     return jobs
 
 
 def _concerns_hydra(words: Sequence[str]) -> bool:
     """Return whether Hydra may have to do more than compose the settings of one job."""
-    is_ours = CONF_VARIABLE not in os.environ  # settings of somebody else's may tell it anything
+    is_ours = CONF_VARIABLE not in os.environ  # a conf/ of the user's may configure Hydra
     if not is_ours or any(word.startswith("-") or "hydra" in word for word in words):
         return True
-    # So may those of a checkout that somebody edits. Hydra reads the file once more, by a parser in
-    # Python: that takes a tenth of all composing, and so would OmegaConf here.
+    # So may an edited conf/ of a checkout. Hydra's and OmegaConf's parser in Python would take a
+    # tenth of the time of composing for this file.
     try:
         own = yaml.load((conf_dir() / "config.yaml").read_text("utf-8"), _YamlLoader)
     except yaml.YAMLError:
-        return True  # it will say so
+        return True  # Hydra will report it
     return not isinstance(own, dict) or own.get("hydra") != _OWN_HYDRA
 
 
-def _composed_alone(words: Sequence[str], *, reads_data: bool) -> CommandJob:
-    """Compose one job with Hydra's compose API.
-
-    Hydra's command line would compose all settings twice, first to find out whether it is a sweep:
-    a quarter of the CPU time of a short run, on every rank.
-    """
-    config = compose_config(words, reads_data=reads_data)
-    return CommandJob(config, 1, tuple(words), {})
-
-
-# What the package's settings say to Hydra: to write nothing of its own, and to stay where it is.
+# Settings of Hydra in the package's conf/: write no files, and keep the working directory.
 _OWN_HYDRA: Final = {
     "run": {"dir": "."},
     "sweep": {"dir": "${gpipe_hpc.scratch:}", "subdir": "."},
     "output_subdir": None,
     "job": {"chdir": False},
 }
-# Of Hydra's own command line.
+# Options of Hydra's command line.
 _OPTIONS: Final = frozenset(
     {
         *("-m", "--multirun", "-r", "--run", "--resolve", "--version", "-h"),
@@ -312,14 +305,14 @@ def _without_options(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _refuse_of_hydra(told: Any) -> None:
+def _refuse_of_hydra(own: Any) -> None:
     """Raise ConfigError for Hydra settings that have no effect here, such as another sweeper."""
-    if told.job.chdir:
-        raise refuse("hydra.job.chdir", "false", True, "a run writes under run.dir alone")
-    sweeper = told.runtime.choices.get("hydra/sweeper")
+    if own.job.chdir:
+        raise refuse("hydra.job.chdir", "false", True, "leave it out: a run writes to run.dir only")
+    sweeper = own.runtime.choices.get("hydra/sweeper")
     if sweeper not in (None, "basic"):
-        remedy = "let it start a command for each of its trials"
-        raise refuse("hydra/sweeper", "basic, as jobs return nothing to it", sweeper, remedy)
+        remedy = "let the sweeper start a command for each trial"
+        raise refuse("hydra/sweeper", "basic, since jobs return no value", sweeper, remedy)
 
 
 @contextmanager
@@ -351,7 +344,7 @@ def _refuse_shared(jobs: Sequence[CommandJob], setting: str | None) -> None:
                 setting,
                 f"another for each of the {len(jobs)} jobs of a sweep",
                 path,
-                f"make it depend on what differs, as '{setting}=runs/${{optimizer.lr}}'",
+                f"make it depend on a setting that differs, as '{setting}=runs/${{optimizer.lr}}'",
             )
         seen.add(whole)
 
@@ -364,7 +357,7 @@ def _run_in_turn(task: Task, jobs: Sequence[CommandJob]) -> int:
             with _environment(job.environment):
                 code = task(job)
         except Exception:
-            # The jobs after it run nevertheless.
+            # The following jobs run nevertheless.
             traceback.print_exc()
             code = ExitCode.FAILED
         sys.stdout.flush()
@@ -382,20 +375,20 @@ def _heading(job: CommandJob, jobs: Sequence[CommandJob]) -> str:
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LEFT_S: Final = 300.0
-"""So long a process of a job that is queued again waits to be ended."""
+"""Seconds that a process of a requeued job waits for Slurm to end it."""
 
 
 def without_launcher(words: Sequence[str]) -> list[str]:
     """Return the arguments without those that configure Hydra's launcher."""
-    told = ("hydra/launcher=", "hydra.launcher.", "+hydra.launcher.", "++hydra.launcher.")
-    return [word for word in words if not word.startswith(told)]
+    own = ("hydra/launcher=", "hydra.launcher.", "+hydra.launcher.", "++hydra.launcher.")
+    return [word for word in words if not word.startswith(own)]
 
 
 class ChildLauncher:
-    """Callable that a Hydra launcher runs in each process of a job: starts the command as a child.
+    """Callable that a Hydra launcher pickles and runs in each process of a job.
 
-    In its own process, the command receives the job's signals and sets its exit code. The launcher
-    pickles this object.
+    It starts the command as a child process, which receives the job's signals, and writes its exit
+    code to a folder.
     """
 
     def __init__(self, module: str, folder: Path) -> None:
@@ -403,30 +396,30 @@ class ChildLauncher:
 
     def __call__(self, composed: object) -> int:
         """Run the job whose settings Hydra has composed; return its exit code."""
-        told = HydraConfig.get()
-        words = [str(word) for word in told.overrides.task]
-        environment = os.environ | {str(k): str(v) for k, v in told.job.env_set.items()}
+        own = HydraConfig.get()
+        words = [str(word) for word in own.overrides.task]
+        environment = os.environ | {str(k): str(v) for k, v in own.job.env_set.items()}
         code = self._run(words, environment)
         if code == ExitCode.REQUEUE and "SLURM_JOB_ID" in os.environ:
             _queue_again()
         if _is_first():
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"{told.job.num}.code").write_text(f"{code}\n")
+            (self._folder / f"{own.job.num}.code").write_text(f"{code}\n")
         return code
 
     def _run(self, words: list[str], environment: dict[str, str]) -> int:
         """Run the command as a child, forward stop signals to it, and return its exit code."""
         command = [sys.executable, "-m", self._module, *words]
         for number in _STOP_SIGNALS:
-            # A child inherits that it is ignored: until it listens, nothing kills it.
+            # The child inherits that the signal is ignored, until it has installed its handler.
             signal.signal(number, signal.SIG_IGN)
         child = subprocess.Popen(command, env=environment)
 
-        def hand_on(number: int, frame: FrameType | None) -> None:
+        def forward(number: int, frame: FrameType | None) -> None:
             child.send_signal(signal.SIGUSR1)
 
         for number in _STOP_SIGNALS:
-            signal.signal(number, hand_on)
+            signal.signal(number, forward)
         return child.wait()
 
 
@@ -436,7 +429,7 @@ def _is_first() -> bool:
 
 
 def _queue_again() -> None:
-    """Requeue this Slurm job and wait to be ended, so that the launcher does not report success."""
+    """Requeue this Slurm job and wait for Slurm to end it, or the launcher would report success."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _is_first():
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)

@@ -29,7 +29,7 @@ from gpipe_hpc.settings import OPTIMIZERS, Config, DataConfig, OptimizerConfig, 
 CONF_VARIABLE: Final = "GPIPE_HPC_CONF"
 _CONF_MARK: Final = "# gpipe_hpc:"
 _OWN_DATA: Final = "gpipe_hpc.data.own.OwnDataConfig"
-# Where kinds of data are defined in settings of older runs, and where they are now.
+# Package of the classes of data in settings of older runs, and their package today.
 _MOVED: Final = ("gpipe_hpc." + "training.data.", "gpipe_hpc." + "data.")
 _PROVIDER: Final = "gpipe_hpc"  # of the schema in Hydra's store
 
@@ -55,12 +55,12 @@ def conf_dir() -> Path:
     candidates = [Path(named).resolve()] if named else [package.parent / "conf", package / "conf"]
     for folder in candidates:
         config = folder / "config.yaml"
-        # Installed, package.parent is site-packages: a conf/ there may be anybody's.
+        # If installed, package.parent is site-packages: conf/ there may be of another package.
         if config.is_file() and config.read_text("utf-8").startswith(_CONF_MARK):
             return folder
     raise ConfigError(
-        f"conf: no settings found, expected a config.yaml that starts with {_CONF_MARK!r}, looked "
-        f"in {', '.join(map(str, candidates))}; "
+        f"conf: found no config.yaml that starts with {_CONF_MARK!r} in "
+        f"{', '.join(map(str, candidates))}; "
         + (f"correct ${CONF_VARIABLE}" if named else "reinstall the package")
     )
 
@@ -208,7 +208,7 @@ def load_config(composed: DictConfig, hydra: Any, *, reads_data: bool = True) ->
     for name, section in found.items():
         try:
             OmegaConf.structured(section) if is_dataclass(section) else None
-        except OmegaConfBaseException as error:  # the items of lists were not looked at
+        except OmegaConfBaseException as error:  # to_object does not check the items of lists
             raise composing_error(error, name) from None
     data = _typed_data(kind, found["data"]) if reads_data else kind()
     config = Config(**found | {"data": data})
@@ -298,7 +298,7 @@ def _unknown_data_setting(kind: type[DataConfig], name: str) -> ConfigError:
     if others:
         remedy = f"it belongs to data={', '.join(others)}: choose that"
     return ConfigError(
-        f"config: data.{name} is no setting of the chosen data, expected one of "
+        f"config: data.{name} is not a setting of the chosen data, expected one of "
         f"{', '.join(own)}, got data.{name}; {remedy}"
     )
 
@@ -306,7 +306,7 @@ def _unknown_data_setting(kind: type[DataConfig], name: str) -> ConfigError:
 def _fitting_groups(composed: DictConfig) -> str:
     """Return a sentence that names data for the chosen model preset."""
     model = _unresolved(composed.model)
-    # Overrides aside, it is the preset with which most settings agree.
+    # The preset that shares most settings; others may be overrides.
     alike = {
         name: sum(item in model.items() for item in each.items())
         for name, each in presets("model").items()
@@ -354,7 +354,7 @@ def written(config: Config) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    # A run asks for this several times, and OmegaConf takes thirty times as long.
+    # Called several times in a run; OmegaConf takes thirty times as long.
     if is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):

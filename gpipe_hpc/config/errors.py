@@ -34,10 +34,10 @@ OPEN_SECTIONS: Final = (
     "pipeline.pins",
     "plan.precisions",
 )
-"""Sections with keywords of somebody's function: any key may be set, without Hydra's plus."""
+"""Sections that contain keywords of a function: any key may be set, without Hydra's plus sign."""
 
-_GROUPS: Final = ("model", "data", "optimizer", "outer")
-_OF_COMPOSING: Final = (HydraException, OmegaConfBaseException)
+GROUPS: Final = ("model", "data", "optimizer", "outer")
+"""Sections of which ``NAME=PRESET`` chooses a preset."""
 
 
 @cache
@@ -49,7 +49,7 @@ def all_settings() -> Mapping[str, Setting]:
     return MappingProxyType({each.name: each for each in (*settings_of(Config), *found)})
 
 
-# What others have settings for, and how it is done here.
+# Settings of other trainers, with what to do here instead.
 _ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
     {
         "tokenizer": "data=text takes bytes as tokens; for another tokenizer write its numbers to "
@@ -85,8 +85,8 @@ def _unreadable(word: str, error: Exception) -> ConfigError:
             f"{suggestion(word, all_settings())}write NAME=VALUE, and see --help"
         )
     return ConfigError(
-        f"config: cannot read {word!r}, expected NAME=VALUE with a list as [1,2] and quotes around "
-        f"what holds spaces: {_one_line(error)}"
+        f"config: cannot read {word!r}: {_one_line(error)}; write NAME=VALUE, a list as [1,2], and "
+        f"quotes around a value with spaces"
     )
 
 
@@ -95,7 +95,7 @@ def _check_name(word: str, override: Override) -> None:
     section = name.partition(".")[0]
     if section == "hydra" or name.startswith("hydra/") or "/" in name or "@" in word:
         return
-    if name in _GROUPS and not word.startswith("~"):
+    if name in GROUPS and not word.startswith("~"):
         _check_preset(name, override)
         return
     if any(name.startswith(f"{each}.") for each in OPEN_SECTIONS):
@@ -107,8 +107,8 @@ def _check_name(word: str, override: Override) -> None:
     above = next((n for n in _parents(name) if n in known), None)
     if above is not None:
         raise ConfigError(
-            f"config: {above} is a setting by itself, expected {above}=VALUE, got {word}; leave "
-            f"out {name.removeprefix(above)}"
+            f"config: {above} is a single setting, expected {above}=VALUE, got {word}; leave out "
+            f"{name.removeprefix(above)}"
         )
     is_group = name in _group_names()
     if name not in known and not is_group:
@@ -152,8 +152,8 @@ def unknown_setting(key: str) -> ConfigError:
     own = [each.rpartition(".")[2] for each in all_settings() if each.startswith(f"{section}.")]
     if name == "_target_":
         return ConfigError(
-            f"config: {section} takes no function of your own, expected one of {', '.join(own)}, "
-            f"got {key}; only model, data and loss have a _target_"
+            f"config: {section} has no _target_, expected one of {', '.join(own)}, got {key}; only "
+            f"model, data and loss can be functions of your own"
         )
     if name in _ELSEWHERE:
         return ConfigError(f"config: unknown setting {key}, got {key}; {_ELSEWHERE[name]}")
@@ -163,7 +163,7 @@ def unknown_setting(key: str) -> ConfigError:
         if section and meant
         else nearest(key, {*all_settings(), *_group_names()})
     )
-    is_section = found is not None and key.startswith(f"{found}.")  # which is right already
+    is_section = found is not None and key.startswith(f"{found}.")  # this part is right
     hint = f"did you mean {found}? " if found and not is_section else ""
     expected = ", ".join(own) if section and own else ", ".join(e.name for e in fields(Config))
     return ConfigError(
@@ -242,7 +242,7 @@ def _of_another_optimizer(setting: str) -> ConfigError:
     if name == setting or not kinds:
         return unknown_setting(setting)
     return ConfigError(
-        f"config: {setting} is no setting of the chosen optimizer; it belongs to "
+        f"config: {setting} is not a setting of the chosen optimizer; it belongs to "
         f"optimizer={', '.join(kinds)}: choose that, or leave it out"
     )
 
@@ -261,4 +261,5 @@ def is_of_composing(error: Exception) -> bool:
     """Return whether an error was raised by Hydra, OmegaConf or their parsers."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
-    return isinstance(error, _OF_COMPOSING) or module.partition(".")[0] in _PACKAGES
+    is_known = isinstance(error, HydraException | OmegaConfBaseException)
+    return is_known or module.partition(".")[0] in _PACKAGES

@@ -7,7 +7,10 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from omegaconf import OmegaConf
+
 from gpipe_hpc.config.compose import conf_dir, data_kind, presets
+from gpipe_hpc.config.errors import GROUPS
 from gpipe_hpc.settings import OPTIMIZERS, Config, Level, Outer, Setting, settings_of
 
 
@@ -71,13 +74,9 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         ),
     }
 )
-GROUPS: Final = ("model", "data", "optimizer", "outer")
-_DEFAULTS: Final = MappingProxyType(
-    {"model": "gpt", "data": "python_source", "optimizer": "adamw", "outer": "allreduce"}
-)
 _WIDTH: Final = 100
 _COLUMN: Final = 36  # where meanings begin
-_LARGE: Final = 1e15  # from which on an upper limit says nothing to a user
+_LARGE: Final = 1e15  # upper limits from here on are not shown
 _ALL: Final = "all"
 _COMMENTED: Final = re.compile(r"(?P<key>\w+):(?: [^#]*)?# (?P<meaning>.*)")
 
@@ -204,8 +203,14 @@ def shown(value: Any) -> str:
 
 
 def _chosen(section: str, words: Sequence[str]) -> str:
+    """Return the preset of a section that the words choose, or else conf/config.yaml."""
+    if section not in GROUPS:
+        return ""
     given = [word.partition("=")[2] for word in words if word.startswith(f"{section}=")]
-    return given[-1] if given else _DEFAULTS.get(section, "")
+    if given:
+        return given[-1]
+    main: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
+    return next((each[section] for each in main["defaults"] if section in each), "")
 
 
 def _about_section(section: str) -> str:

@@ -81,8 +81,8 @@ def trusted_function(settings: Mapping[str, Any], source: str) -> Callable[..., 
             return target
     raise ConfigError(
         f"export: model._target_ of {source} is not called, expected a function of "
-        f"{' or '.join(_TRUSTED)}, got {path!r}: stored settings may be anybody's, and it could "
-        f"do anything; if you trust them, set export.trust=true"
+        f"{' or '.join(_TRUSTED)}, got {path!r}, which could execute any code; if you trust the "
+        f"run's settings, set export.trust=true"
     )
 
 
@@ -91,7 +91,7 @@ def locate(section: str, path: str) -> Callable[..., Any]:
 
     Raises ConfigError if there is none, or if importing its module fails.
     """
-    # Modules of the current folder are found after all others, however we were started.
+    # Modules of the current folder come last, however the command was started.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     where = f"config: {section}._target_={path}"
@@ -163,9 +163,9 @@ def _check_types(section: str, target: Callable[..., Any], keywords: Mapping[str
 def own_call(
     where: str, kind: type[GpipeError], remedy: str = "correct it, or what it is called with"
 ) -> Iterator[None]:
-    """Return a context manager that converts errors of the user's code into a GpipeError.
+    """Return a context manager that converts an exception of the user's code into a GpipeError.
 
-    Errors of gpipe_hpc are not converted. The cause has the user's traceback.
+    Exceptions of gpipe_hpc are not converted. The cause has the user's traceback.
 
     Args:
         where: What was called, for the message.
@@ -177,6 +177,4 @@ def own_call(
     except GpipeError:
         raise
     except Exception as error:
-        raise kind(
-            f"{where}: failed, expected it to return, got {words_of(error)}; {remedy}"
-        ) from error
+        raise kind(f"{where} failed: {words_of(error)}; {remedy}") from error

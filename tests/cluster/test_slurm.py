@@ -486,7 +486,7 @@ def test_a_sweep_is_a_job_for_each_of_its_runs(slurm, tiny, tmp_path, train, sam
     launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2"]
     command = [sys.executable, "-m", "gpipe_hpc.train", "-m", *words, *sweep, *launcher]
     said = slurm.run(*command, folder=tmp_path)
-    assert "2 jobs by submitit_slurm" in said
+    assert "2 jobs with submitit_slurm" in said
     for rate in ("0.001", "0.01"):
         train(2, *words, f"optimizer.lr={rate}", f"run.dir=alone/{rate}")
         same_end(tmp_path / "runs" / rate, tmp_path / "alone" / rate)

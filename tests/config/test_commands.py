@@ -233,7 +233,7 @@ SWEEP = ("-m", "pipeline.stages=1,2", "hydra/launcher=other", "hydra.launcher.no
             RuntimeError("job 0 is gone"),
             1,
             [
-                "job 1 of 2 (pipeline.stages=1) was ended from outside",
+                "job 1 of 2 (pipeline.stages=1) was killed",
                 "job 2 of 2 (pipeline.stages=2) ended with exit code 75",
             ],
         ),

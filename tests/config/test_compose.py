@@ -104,7 +104,7 @@ def test_named_conf_folder_wins(tmp_path, monkeypatch):
 def test_conf_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("defaults: []\n")
     monkeypatch.setenv("GPIPE_HPC_CONF", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no settings found.*GPIPE_HPC_CONF"):
+    with pytest.raises(ConfigError, match=r"found no config\.yaml.*GPIPE_HPC_CONF"):
         conf_dir()
 
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from gpipe_hpc.config import list_of_commands
-from gpipe_hpc.config.help import COMMANDS, GROUPS, help_of
+from gpipe_hpc.config.errors import GROUPS
+from gpipe_hpc.config.help import COMMANDS, help_of
 from gpipe_hpc.settings import Config, Level, settings_of
 
 

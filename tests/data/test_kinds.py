@@ -86,9 +86,9 @@ def test_a_file_and_a_preset_make_a_kind(new_kind):
         ("data.flights=abc", r"bad data\.flights: Value 'abc'"),
         (
             "data.flight=3",
-            r"data\.flight is no setting of the chosen data.*did you mean data\.flights\?",
+            r"data\.flight is not a setting of the chosen data.*did you mean data\.flights\?",
         ),
-        ("data.paths=[a]", r"data\.paths is no setting of the chosen data.*data=.*tokens"),
+        ("data.paths=[a]", r"data\.paths is not a setting of the chosen data.*data=.*tokens"),
     ],
 )
 def test_its_settings_are_checked_as_those_of_all(new_kind, word, message):
