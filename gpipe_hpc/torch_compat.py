@@ -273,7 +273,7 @@ def _run_checked(
 run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = _found(
     "torch.autograd.graph", "_engine_run_backward", _run_checked
 )
-"""Runs autograd's engine; see `engine.backward.splitting`."""
+"""Runs autograd's engine; see `engine.backward`."""
 
 
 def operator(name: str) -> Any:

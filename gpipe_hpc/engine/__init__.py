@@ -8,8 +8,8 @@ one stage), `layer_runner` (consecutive layers), the layer. Each action gets one
 - `random_state`, `buffers`: state that a forward changes besides its output, by micro-batch.
 - `inputs`, `outputs`: inputs are never written to; outputs get memory of their own.
 - `offload`: activations that are moved to host memory.
-- `backward/`, `outsiders`: a backward, in one piece or split into I and W, and checks of its
-  graph and of random numbers.
+- `backward`, `backward_draws`, `outsiders`: a backward, in one piece or split into I and W, and
+  checks of its random numbers and its graph.
 - `buffer_sync`, `parameters`: buffers and parameters that copies of a stage share.
 - `loss`, `step_reduction`, `step_result`: the all-reduce at the end of a step, and its totals.
 - `gradient_norms`, `batchnorm_statistics`, `same_data`: values that this all-reduce carries too.
@@ -24,7 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_hpc.engine.backward.splitting import (
+    from gpipe_hpc.engine.backward import (
         Deferred,
         DeferWeights,
         accumulate_gradients,
@@ -66,8 +66,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     homes = {
         "ActionTimes": "recorder",
-        "DeferWeights": "backward.splitting",
-        "Deferred": "backward.splitting",
+        "DeferWeights": "backward",
+        "Deferred": "backward",
         "Engine": "engine",
         "Home": "buffers",
         "LossScale": "precision",
@@ -77,9 +77,9 @@ def __getattr__(name: str) -> Any:
         "StepTimes": "recorder",
         "Tables": "wiring",
         "Wiring": "wiring",
-        "accumulate_gradients": "backward.splitting",
+        "accumulate_gradients": "backward",
         "casting": "precision",
-        "edge_of": "backward.splitting",
+        "edge_of": "backward",
         "keeping_casts": "precision",
         "norms_of": "gradient_norms",
         "own_generators": "random_state",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.device.device import Device
-from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine.backward import Deferred, DeferWeights
 from gpipe_hpc.engine.buffers import (
     NO_BUFFERS,
     BuffersBefore,

@@ -29,7 +29,7 @@ from gpipe_hpc.comm.transport.aliases import (
     mark_buffer,
     storages_of,
 )
-from gpipe_hpc.engine.backward.splitting import reachable_nodes
+from gpipe_hpc.engine.backward import reachable_nodes
 from gpipe_hpc.engine.inputs import State
 from gpipe_hpc.engine.layer_runner import LayerRunner
 from gpipe_hpc.errors import ModelError

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_hpc.engine.backward.splitting import reachable_nodes
+from gpipe_hpc.engine.backward import reachable_nodes
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Layer, named_layer_parameters
 

@@ -24,8 +24,8 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.batches import Output
 from gpipe_hpc.comm.collectives.group import Group
-from gpipe_hpc.engine.backward.draws import BackwardDraws
-from gpipe_hpc.engine.backward.splitting import Deferred, accumulate_gradients, edge_of
+from gpipe_hpc.engine.backward import Deferred, accumulate_gradients, edge_of
+from gpipe_hpc.engine.backward_draws import BackwardDraws
 from gpipe_hpc.engine.buffers import FoundBuffer, ReturnedBuffer
 from gpipe_hpc.engine.inputs import Intake, State
 from gpipe_hpc.engine.layer_runner import (

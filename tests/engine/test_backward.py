@@ -5,7 +5,7 @@ import gc
 import torch
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.engine.backward.splitting import accumulate_gradients, differentiate, edge_of
+from gpipe_hpc.engine.backward import accumulate_gradients, differentiate, edge_of
 
 
 class Double(torch.autograd.Function):

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from gpipe_hpc.engine.backward.draws import _others, _running
+from gpipe_hpc.engine.backward_draws import _others, _running
 
 
 def test_a_thread_that_draws_without_a_pause_is_seen():

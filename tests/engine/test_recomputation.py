@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.engine import random_state
-from gpipe_hpc.engine.backward import draws as backward_draws
+from gpipe_hpc.engine import backward_draws, random_state
 from gpipe_hpc.schedule import Action, Op
 from tests.support import mean_square
 

@@ -1,10 +1,10 @@
-"""Detection of random numbers that a backward draws: they have no key, so they are refused.
+"""Detection of random numbers that a backward draws, which raises ModelError.
 
-Each forward of a layer is keyed by (seed, step, micro-batch, layer). Backwards run in the order of
-the table, each through all layers of a stage. So what one draws (Shake-Shake, stochastic rounding,
-noise that a hook adds to gradients) depends on that order, and no resumed run can draw the same.
-The generators are compared around each backward. Recomputation in a layer
-(`torch.utils.checkpoint`) restores the generators that it uses, and is no draw.
+Forwards are seeded by (seed, step, micro-batch, layer), but a backward runs through all layers of a
+stage, in the order of the table. Numbers that it draws (Shake-Shake, stochastic rounding, noise
+that a hook adds to gradients) would depend on that order, and a resumed run could not draw the same
+ones. So the generators' states are compared around each backward. Recomputation within a layer
+(`torch.utils.checkpoint`) restores the generators that it uses, so it is not detected as a draw.
 """
 
 import logging
@@ -26,7 +26,7 @@ from gpipe_hpc.models import GENERATOR_LOCK
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 Threads = dict[int, tuple[str, int]]
-"""By number: the name of a thread, and for how many nanoseconds it has computed."""
+"""Name and CPU time in ns of threads, by thread identifier."""
 
 _THREAD_CLOCK: Final = 0b110  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
 _FIRST: Final = 2  # steps in which all generators are compared around each backward
@@ -51,7 +51,7 @@ class _Marks(NamedTuple):
             return cls(torchs, ProcessState.now(can_restore=False), _held(layers))
 
     def drawn(self, now: "_Marks") -> str:
-        """Return the name of a generator that differs in `now`; empty if none does."""
+        """Return the name of a generator whose state differs in `now`; empty if none does."""
         if not all(map(torch.equal, self.torchs, now.torchs)):
             return "torch's default generator"
         python, numpy = now.process.drawn_since(self.process)
@@ -63,9 +63,13 @@ class _Marks(NamedTuple):
 class BackwardDraws:
     """Raises ModelError if a backward of one stage draws random numbers.
 
-    In steps 1 to 3 the generators are compared around each backward. Then around all of a step's
-    actions, of which forwards put back what they drew from; if they differ and it is not known who
-    has drawn, around each backward from then on. `whole`: all layers of the stage.
+    In the first steps the generators are compared around each backward. Later they are compared
+    around all actions of a step, of which forwards restore the generators. If they differ but
+    another thread may have drawn, they are compared around each backward of the next step.
+
+    Args:
+        random: The generators of the stage.
+        whole: All layers of the stage.
     """
 
     def __init__(self, random: RandomState, whole: LayerRunner) -> None:
@@ -79,13 +83,13 @@ class BackwardDraws:
         """Begin a step."""
         self._num_steps += 1
         self.looks = self._num_steps <= _FIRST or self._is_suspected
-        # Ranks that are threads and compute on accelerators seed the CPU's generator at any time.
+        # Ranks that are threads with accelerators may seed the CPU's generator at any time.
         is_apart = len(self._generators) == 1 or not _has_other_ranks()
         self._start = self._now(self._whole) if is_apart and not self.looks else None
         self.looks &= is_apart
 
     def end(self) -> None:
-        """End a step that has not failed."""
+        """End a step that has not failed; ModelError if a backward is known to have drawn."""
         if self._start is None:
             return
         others, before = self._start
@@ -97,8 +101,8 @@ class BackwardDraws:
     def refused_in_weights(self, runner: LayerRunner) -> AbstractContextManager[object]:
         """Return a block for a W that raises ModelError if it draws random numbers.
 
-        A W may wait for other ranks, so it takes no lock. If ranks are threads, they move the
-        generators meanwhile: then calls of torch's functions are looked at, on this thread.
+        A W may wait for other ranks, so it takes no lock, and ranks that are threads may draw in
+        the meantime. In that case only draws by torch functions on this thread are detected.
         """
         if not self.looks:
             return nullcontext()
@@ -114,7 +118,7 @@ class BackwardDraws:
 
     @contextmanager
     def refused(self, runner: LayerRunner) -> Iterator[None]:
-        """Raise ModelError if the block, a backward of a runner, draws random numbers."""
+        """Return a block for a backward of some layers; ModelError if it draws random numbers."""
         others, before = self._now(runner)
         yield
         drawn = before.drawn(_Marks.now(self._generators, runner.layers))
@@ -136,7 +140,8 @@ class BackwardDraws:
             )
 
     def _now(self, runner: LayerRunner) -> tuple[Threads, _Marks]:
-        # Threads first, and last afterwards: a thread that draws in between computes in between.
+        # Threads are read before the generators here, and after them at the end: so a thread that
+        # has drawn in between has used CPU time in between.
         return _others(), _Marks.now(self._generators, runner.layers)
 
     def _refusal(self, where: str, drawn: str) -> ModelError:
@@ -149,15 +154,12 @@ class BackwardDraws:
 
 def _held(layers: Sequence[Layer]) -> list[bytes]:
     values = [own.state() for layer in layers for own in layer.draws_from.own]
-    # A tensor is pickled with its place in memory.
+    # Not pickled if it is a tensor, as the pickle would contain its offset in memory.
     return [v.numpy().tobytes() if isinstance(v, torch.Tensor) else pickle.dumps(v) for v in values]
 
 
 def _others() -> Threads:
-    """Return the threads that may draw: not this one, nor ours.
-
-    A rank that is a thread and within a step may draw once it leaves the step.
-    """
+    """Return the threads that may draw: all but this one and threads of this package."""
     own = threading.current_thread()
     return {
         thread.ident: (thread.name, _mark(thread))
@@ -167,24 +169,29 @@ def _others() -> Threads:
 
 
 def _mark(thread: threading.Thread) -> int:
+    """Return a number that changes if a thread may have drawn.
+
+    It is the CPU time. Within a step a rank that is a thread draws under the lock only, so for such
+    a thread it is the number of its step boundaries.
+    """
     if isinstance(thread, RankThread) and thread.num_edges % 2:
         return -thread.num_edges
     return _computed_ns(thread)
 
 
 def _running(before: Threads) -> list[str]:
-    """Return the names of threads that may have drawn since: those that have computed."""
+    """Return the names of threads that have used CPU time since, so may have drawn."""
     now = _others()
     threads = sorted(before.keys() | now.keys())
     return [(now.get(i) or before[i])[0] for i in threads if before.get(i) != now.get(i)]
 
 
 def _computed_ns(thread: threading.Thread) -> int:
-    """Return a thread's CPU time in ns; a number that differs in each call if it is not known.
+    """Return a thread's CPU time in ns; if it is unknown, a number that differs in each call.
 
-    Linux has a clock for each thread of a process, given by its number. `/proc` is not current
-    while a thread runs. `time.pthread_getcpuclockid` ends the process if the thread has just ended,
-    and `sys._current_frames` may crash Python 3.11 if the thread runs meanwhile.
+    It is read from the clock that Linux has for each thread, by thread number. Alternatives are
+    unsuitable: `/proc` is not current while a thread runs, `time.pthread_getcpuclockid` aborts the
+    process if the thread has just ended, and `sys._current_frames` may crash Python 3.11.
     """
     try:
         assert thread.native_id is not None, "a thread that has started"
@@ -194,10 +201,10 @@ def _computed_ns(thread: threading.Thread) -> int:
 
 
 def _is_ours(thread: threading.Thread) -> bool:
-    """Return whether a thread runs code of this package, which draws under the lock."""
+    """Return whether a thread runs code of this package, which draws only under the lock."""
     if isinstance(thread, RankThread):
         return False
-    # An attribute of Python's own: without it a thread counts as the user's, which only warns.
+    # A private attribute of Python: without it a thread counts as the user's, which only warns.
     target = getattr(thread, "_target", None)
     return str(getattr(target, "__module__", "")).startswith("gpipe_hpc.")
 
