@@ -14,7 +14,6 @@ import torch
 from gpipe_hpc.bench.running import print_failure
 from gpipe_hpc.comm.collectives.rank_summary import summarise_ranks
 from gpipe_hpc.comm.world.launcher import detect_launch
-from gpipe_hpc.comm.world.world import World
 from gpipe_hpc.config import CommandJob, ExitCode, check_config, run_jobs
 from gpipe_hpc.device.cores.bind import bound
 from gpipe_hpc.errors import GpipeError
@@ -71,7 +70,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
         pipe.world_group.all_reduce(torch.zeros(1))  # all ranks begin together
         began_s = time.perf_counter()
         refuse_non_finite(session, train_one_step(session))
-        _finish(pipe.world)
+        pipe.world.device.synchronize()
         took_s = time.perf_counter() - began_s
         told = RankStepInfo(pipe.last_step_times(), 0, origin_s=edge.origin_s)
         overall = summarise_ranks(told.numbers(), pipe.world_group, pipe.world.rank)
@@ -92,11 +91,6 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
         "bubble": idle_s / pipeline_s if pipeline_s else 0.0,
         "peak_bytes": [peak for _, peak in steps_and_peaks],
     }
-
-
-def _finish(world: World) -> None:
-    """Wait until the device has finished all work."""
-    world.device.synchronize()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compare two trainings: bitwise equal, equal except for rounding, or different."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -108,11 +108,10 @@ def add_all(
     ours: Mapping[str, Tensor | None],
     theirs: Mapping[str, Tensor | None],
     bounds: Mapping[str, float],
-    names: Iterable[str] | None = None,
 ) -> None:
     """Compare tensors by name in `line`; a name missing in `theirs` counts as a difference."""
-    for name in names if names is not None else ours:
+    for name, tensor in ours.items():
         if name not in theirs:
-            line.add(name, ours[name], None, 0.0)
+            line.add(name, tensor, None, 0.0)
         else:
-            line.add(name, ours[name], theirs[name], bounds.get(name, 0.0))
+            line.add(name, tensor, theirs[name], bounds.get(name, 0.0))

@@ -229,7 +229,6 @@ class PlainTraining:
         self,
         pieces: Sequence[tuple[Nest, Nest, int]],
         scale: Tensor,
-        loss_scale: float = 1.0,
         watcher: Watcher | None = None,
     ) -> PlainStep:
         """Run forward and backward of every global micro-batch; leave gradients in `.grad`.
@@ -238,7 +237,6 @@ class PlainTraining:
             pieces: (inputs, targets, number of samples) of each global micro-batch, on the host.
             scale: initial gradient of backward, a power of two; gradients are divided by it at the
                 end.
-            loss_scale: the loss scale of float16.
             watcher: called with the output of each layer.
         """
         self._statistics.begin()
