@@ -39,8 +39,7 @@ class RankStates:
 
     Attributes:
       cast_bytes: low-precision copies of weights, made once per step for all micro-batches.
-      workspace_bytes: temporary memory of the stage that needs most while it runs; see
-        `stage_workspace`.
+      workspace_bytes: temporary memory of the stage that needs most while it runs.
       process_bytes: memory of the process besides tensors, on the device or host that stores the
         tensors; 0 if not measured.
       update_bytes: temporary memory of the optimizer step, when no activations are alive.
