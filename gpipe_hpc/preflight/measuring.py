@@ -1,6 +1,8 @@
 """Open all connections of a run as the run does, and measure each pair of ranks in turn."""
 
 import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,8 +16,9 @@ from gpipe_hpc.engine import Wiring
 from gpipe_hpc.errors import DeviceError
 from gpipe_hpc.planner import Layout, broadcast_layout
 from gpipe_hpc.preflight.connections import ChannelConnection, GroupConnection
-from gpipe_hpc.preflight.pairs import Pair, in_rounds, ring
 from gpipe_hpc.preflight.timing import SUMS, TimedLink, time_line
+
+Pair = tuple[int, int]
 
 
 class TimedAllReduce(NamedTuple):
@@ -127,3 +130,29 @@ def _time_sum(world: World, group: Group, most_bytes: int) -> TimedAllReduce:
 
 def _what(pair: Pair, of: str) -> str:
     return f"timing {of} of ranks {pair[0]} and {pair[1]}"
+
+
+def in_rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Divide pairs of ranks into rounds in which each rank occurs at most once.
+
+    Deterministic, so that all ranks get the same rounds. Each pair occurs once, its lower rank
+    first. The pairs of a chain take two rounds.
+    """
+    each = {(min(pair), max(pair)) for pair in pairs}
+    rounds: list[list[Pair]] = []
+    busy: list[set[int]] = []
+    for pair in sorted(each, key=lambda pair: (pair[0] % 2, pair)):
+        place = next((i for i, ranks in enumerate(busy) if ranks.isdisjoint(pair)), len(rounds))
+        if place == len(rounds):
+            rounds.append([])
+            busy.append(set())
+        rounds[place].append(pair)
+        busy[place].update(pair)
+    return rounds
+
+
+def ring(ranks: Sequence[int]) -> list[Pair]:
+    """Return the pairs of neighbours in a ring over some ranks."""
+    if len(ranks) < 2:
+        return []
+    return sorted({(min(p), max(p)) for p in pairwise([*ranks, ranks[0]])})

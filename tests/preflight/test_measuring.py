@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.preflight.pairs import in_rounds, ring
+from gpipe_hpc.preflight.measuring import in_rounds, ring
 
 RANKS = st.integers(0, 12)
 PAIRS = st.lists(st.tuples(RANKS, RANKS).filter(lambda pair: pair[0] != pair[1]))
