@@ -1,6 +1,5 @@
 """The calibration file: layer and step times that a run measured, for later plans."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -140,9 +139,9 @@ def read_calibration(path: str | Path) -> Calibration:
         device=device,
         device_name="" if name == device else name,  # older files have no CPU names
         precision=file.text(top, "precision"),
-        hosts=file.whole(top["hosts"], "hosts"),
-        ranks=file.whole(top["ranks"], "ranks"),
-        input_bytes=file.whole(top["input_bytes"], "input_bytes"),
+        hosts=file.number(top["hosts"], "hosts", 0),
+        ranks=file.number(top["ranks"], "ranks", 0),
+        input_bytes=file.number(top["input_bytes"], "input_bytes", 0),
         versions={str(name): str(each) for name, each in versions.items()},
         model=tuple(file.pair(each, f"model[{at}]") for at, each in enumerate(model)),
         layers=tuple(file.times(each, f"layers[{at}]", parts) for at, each in enumerate(layers)),
@@ -226,12 +225,6 @@ class _CalibrationReader(PricesReader):
             self.refuse(name, "a text", read[name])
         return str(read[name])
 
-    def whole(self, value: object, key: str) -> int:
-        """Return a value, which must be a nonnegative integer."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self.refuse(key, "an integer of at least 0", value)
-        return value
-
     def rows(self, read: Mapping[str, Any], name: str) -> Sequence[Any]:
         """Return the value of a key, which must be a list."""
         if not isinstance(read[name], list):
@@ -242,14 +235,11 @@ class _CalibrationReader(PricesReader):
         """Return a value, which must be a list of two nonnegative integers."""
         if not isinstance(value, list) or len(value) != 2:
             self.refuse(key, "a list of parameters and FLOPs", value)
-        return self.whole(value[0], key), self.whole(value[1], key)
+        return self.number(value[0], key, 0), self.number(value[1], key, 0)
 
     def times(self, value: object, key: str, parts: Sequence[str]) -> LayerTimes:
         """Return the nonnegative seconds of a layer; a missing bare_forward equals forward."""
         if not isinstance(value, Mapping) or set(value) != set(parts):
             self.refuse(key, f"the keys {', '.join(parts)}", value)
-        for name, each in value.items():
-            is_number = isinstance(each, int | float) and not isinstance(each, bool)
-            if not is_number or not 0 <= each < math.inf:
-                self.refuse(f"{key}.{name}", "0 or more seconds", each)
-        return LayerTimes(*(float(value[name if name in parts else "forward"]) for name in _PARTS))
+        seconds = {name: self.seconds(each, f"{key}.{name}") for name, each in value.items()}
+        return LayerTimes(*(seconds[name if name in parts else "forward"] for name in _PARTS))
