@@ -118,12 +118,12 @@ def _median_s(work: Callable[[], None], device: Device, clock: WorkClock) -> flo
 def _works(device: Device, probe: _Probe) -> Mapping[str, Callable[[], None]]:
     """Return a function to run for each kind of operation, by field of `Rates`."""
     rows, matrix = (
-        _ramp(device, probe.rows, probe.width),
-        _ramp(device, 4 * probe.width, probe.width),
+        ramp(device, probe.rows, probe.width),
+        ramp(device, 4 * probe.width, probe.width),
     )
-    images, kernels = _ramp(device, probe.images, 64, 28, 28), _ramp(device, 64, 64, 3, 3)
-    query, key, value = (_ramp(device, probe.sequences, 4, probe.length, 64) for _ in range(3))
-    numbers = _ramp(device, probe.elements // 1024, 1024)
+    images, kernels = ramp(device, probe.images, 64, 28, 28), ramp(device, 64, 64, 3, 3)
+    query, key, value = (ramp(device, probe.sequences, 4, probe.length, 64) for _ in range(3))
+    numbers = ramp(device, probe.elements // 1024, 1024)
 
     def products() -> None:
         _forward_backward(functional.linear(rows, matrix), (rows, matrix))
@@ -151,7 +151,7 @@ def _forward_backward(output: torch.Tensor, given: Sequence[torch.Tensor]) -> No
     torch.autograd.grad(output, given, torch.ones_like(output))
 
 
-def _ramp(device: Device, *shape: int) -> torch.Tensor:
+def ramp(device: Device, *shape: int) -> torch.Tensor:
     """Return a leaf tensor of small numbers of both signs, equal on every rank."""
     count = torch.Size(shape).numel()
     numbers = torch.arange(count, dtype=torch.float32).remainder(101).sub(50).div(500)

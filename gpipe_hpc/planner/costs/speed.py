@@ -11,6 +11,7 @@ from torch.nn import functional
 from gpipe_hpc.device.device import Device
 from gpipe_hpc.engine import casting
 from gpipe_hpc.planner.costs.clock import WorkClock
+from gpipe_hpc.planner.costs.rates import ramp
 from gpipe_hpc.units import ranges_text
 
 ALIKE_WITHIN: Final = 1.15
@@ -31,9 +32,8 @@ def seconds_of_work(device: Device, precision: str, clock: WorkClock | None = No
     """
     clock = clock or WorkClock()
     rows = _ROWS_OF_ACCELERATORS if device.is_accelerator else _ROWS
-    inputs = _ramp(device, rows, _WIDTH)
-    wider, narrower = _ramp(device, _WIDTH, 4 * _WIDTH), _ramp(device, 4 * _WIDTH, _WIDTH)
-    weights = [each.requires_grad_() for each in (wider, narrower)]
+    inputs = ramp(device, rows, _WIDTH).detach()
+    weights = [ramp(device, _WIDTH, 4 * _WIDTH), ramp(device, 4 * _WIDTH, _WIDTH)]
 
     def work() -> None:
         with casting(precision, device), torch.enable_grad():
@@ -46,13 +46,6 @@ def seconds_of_work(device: Device, precision: str, clock: WorkClock | None = No
     while len(times) < 2 or (len(times) <= _REPEATS and clock.now() - began_s < _LIMIT_S):
         times.append(clock.timed(work, device)[1])
     return min(times[1:])
-
-
-def _ramp(device: Device, rows: int, columns: int) -> torch.Tensor:
-    """Return small numbers of both signs, equal on every rank."""
-    count = rows * columns
-    numbers = torch.arange(count, dtype=torch.float32).remainder(101).sub(50).div(500)
-    return device.to_device(numbers.view(rows, columns))
 
 
 def paces_of_times(times: Sequence[float]) -> tuple[float, ...]:
