@@ -87,10 +87,10 @@ class TimedLinks:
     def cluster(self, paces: Mapping[int, float]) -> Cluster | None:
         """Return a cluster description for the planner, or None if no link was measured.
 
-        `paces`: slowdowns of slow ranks, see `Cluster`. Links within and between hosts get the
-        median of stage-boundary transfers, or of all-reduces if there are none. Links far from the
-        median are listed individually, as are those between the blocks of a host that appears as
-        several.
+        Links within and between hosts get the median of stage-boundary transfers, or of all-reduces
+        if no transfers were measured. Links far from the median are listed individually, as are
+        those between the blocks of a host that appears as several. `paces`: slowdowns of slow
+        ranks, see `Cluster`.
         """
         kinds = self.kinds()
         if not kinds:

@@ -68,7 +68,7 @@ class KeptCopies(NamedTuple):
 
     @classmethod
     def at(cls, place: CopyPlacement) -> "KeptCopies":
-        """Return the number of in-memory checkpoints for a rank placed on known hosts.
+        """Return the number of in-memory checkpoints per rank, given the rank's place among hosts.
 
         The host keeps the states of its own ranks and, if there are several hosts, those of ranks
         on another host.

@@ -13,7 +13,7 @@ _CAST: Final = None if _TO_COPY is None else _TO_COPY.default
 
 
 class WeightCasts(TorchDispatchMode):
-    """Dispatch mode that records each cast of a weight to another dtype, and keeps it alive."""
+    """Dispatch mode that records casts of weights to another dtype and keeps the casts alive."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         TorchDispatchMode.__init__(self)

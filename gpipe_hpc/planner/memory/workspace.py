@@ -32,7 +32,7 @@ class Workspace(NamedTuple):
 class LiveBytes(TorchDispatchMode):
     """Dispatch mode that counts the live bytes of storages created by operations in its block.
 
-    A storage that is read before any operation has created it existed before, and is not counted.
+    Storages that existed before the block are not counted.
     """
 
     def __init__(self) -> None:

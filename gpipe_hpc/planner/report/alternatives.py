@@ -93,7 +93,7 @@ def try_alternatives(
 
 
 def _others(request: Request, batch: StepBatch) -> Iterator[tuple[int, Request]]:
-    """Yield other requests, the smallest changes first, with the factor on micro-batches."""
+    """Yield (factor on the number of micro-batches, request), the smallest changes first."""
     schedules = [request.schedule] if request.schedule != "auto" else []
     if not request.options and request.schedule != "one_f_one_b":
         schedules.append("one_f_one_b")  # the options of one schedule are not those of another

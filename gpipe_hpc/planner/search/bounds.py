@@ -20,7 +20,7 @@ from gpipe_hpc.schedule import Placement
 
 
 class Bound(NamedTuple):
-    """Bounds of a layout: least step time, likely step time, least bytes of the rank with most."""
+    """Lower bounds of a layout's step time and largest memory of a rank, and a likely step time."""
 
     seconds: float
     probably_s: float

@@ -1,4 +1,4 @@
-"""Scale layer times that a run measured to other micro-batch sizes."""
+"""Scale the layer times measured by a run to other micro-batch sizes."""
 
 from dataclasses import dataclass
 from functools import cached_property
