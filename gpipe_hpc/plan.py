@@ -341,7 +341,7 @@ def _others(
     Args:
         config: The settings on the ranks.
         request: The requested layout.
-        gauge: The counted layers.
+        cost_model: The counted layers.
         given_microbatches: pipeline.microbatches as given by the user.
     """
 

@@ -58,7 +58,7 @@ class Advice(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownCosts:
-    """Layer costs that are already known, for example from a run; implements `Gauge`."""
+    """Layer costs that are already known, for example from a run; implements `CostModel`."""
 
     layers: Sequence[Layer]
     times: tuple[LayerTimes, ...]
@@ -82,12 +82,12 @@ def advise(
     The candidates leave the training result unchanged: other schedules, another partition, no
     recomputation, more micro-batches (with a single rank: no recomputation only). Each is tried
     alone; candidates that make a rank exceed its memory limit are dropped. The layout of the run
-    and the candidates are simulated with the gauge's times and free transfers.
+    and the candidates are simulated with the model's times and free transfers.
 
     Args:
-      gauge: measured times of the layers.
+      cost_model: measured times of the layers.
       measured_s: measured time in the pipeline with transfers; gains are shares of it.
-      shares: relative sizes of the micro-batches. Empty ones do not run; the gauge's times are the
+      shares: relative sizes of the micro-batches. Empty ones do not run; the model's times are the
         mean of the others.
       limits: bytes that each rank may use.
       finer: value of pipeline.microbatches that doubles their number; None if there are too few

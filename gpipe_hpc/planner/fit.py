@@ -50,9 +50,9 @@ def fit_stages(request: Request, num_ranks: int, cost_model: CostModel) -> Fit:
     The total number of micro-batches stays replicas x microbatches of the request, so each
     micro-batch is the same for any number of ranks. Candidates are numbers of stages from 1 up:
     whole replicas if they divide ranks and micro-batches, else one pipeline with partial replicas.
-    The fastest candidate within the memory limits is chosen, simulated with the gauge's times and
-    free communication. If all exceed the limits, the one with the smallest excess is chosen. Raises
-    ConfigError if no number of stages works.
+    The fastest candidate within the memory limits is chosen, simulated with the times of the cost
+    model and free communication. If all exceed the limits, the one with the smallest excess is
+    chosen. Raises ConfigError if no number of stages works.
     """
     _refuse_what_knows_the_stages(request, num_ranks)
     tried: list[_StageTrial] = []

@@ -115,7 +115,7 @@ class Layout:
 
 
 def lay_out(request: Request, cost_model: CostModel) -> Layout:
-    """Compute the layout of a request on `request.stages` ranks, with the layer costs of `gauge`.
+    """Compute the layout of a request on `request.stages` ranks, with costs from `cost_model`.
 
     Deterministic: equal requests and costs give equal layouts. Raises ConfigError, ModelError,
     PartitionError or ScheduleError for impossible requests.

@@ -62,7 +62,7 @@ def _than(gain: float) -> str:
 def review(
     request: Request, layout: Layout, cost_model: KnownCosts, counted: Sequence[LayerTimes]
 ) -> Review | None:
-    """Return a partition that is much faster with the gauge's times than the current one, or None.
+    """Return a partition that is much faster than the current one by the given times, or None.
 
     Both are laid out as requested, within the memory limits, and simulated with free transfers.
     `counted` are the FLOPs of the same layers. Returns None for a single rank, for large tables,

@@ -1,4 +1,4 @@
-"""Sources of layer costs (gauges): measured by running layers, or counted on the meta device."""
+"""Cost models of layers: measured by running them, or counted on the meta device."""
 
 import logging
 import time

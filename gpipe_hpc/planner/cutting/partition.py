@@ -27,8 +27,8 @@ class Partition(NamedTuple):
     Attributes:
       counts: number of layers of each stage.
       costs: cost of each layer in the unit `measure`: ``parameters``, ``layers``, or that of the
-        gauge (``time``, ``FLOPs``).
-      times: with a gauge, the times of each layer's passes.
+        cost model (``time``, ``FLOPs``).
+      times: with a cost model, the times of each layer's passes.
       paces: slowdown of each stage relative to rank 0; empty if all are equal, and if ranks share
         stages (then see `stage_paces`).
       rank_paces: slowdown of each rank; empty if all are equal.
@@ -90,7 +90,7 @@ class Partition(NamedTuple):
         return paces_in_rows(copies, self.rank_paces)
 
     def stage_costs(self, recomputed: Sequence[Collection[int]] | None = None) -> Costs | None:
-        """Return the time of each op of each stage, or None if no gauge was used.
+        """Return the time of each op of each stage, or None without a cost model.
 
         `recomputed`: the layers of each stage that ``R`` recomputes; None for all.
         """
@@ -168,8 +168,8 @@ def choose_partition(
     An existing Partition (for example of a checkpoint) is used unchanged if it fits the layers and
     stages and was made for the same ranks and slowdowns. If only those differ, its costs are
     partitioned again; if it does not fit, its policy is applied again. The policies ``time`` and
-    ``simulated`` use the times of the gauge; the layout may replace the partition of ``simulated``
-    by a faster one.
+    ``simulated`` use the times of the cost model; the layout may replace the partition of
+    ``simulated`` by a faster one.
 
     Args:
       num_ranks: number of ranks that share the stages if some stages have one rank less.

@@ -28,7 +28,9 @@ def main() -> None:
     threading.Thread(target=_end_with_starter, name="companion", daemon=True).start()
     cost_model = cost_model_of_layers(config, HostDevice(), about["num_samples"])
     os.write(starter, READY)
-    while replace(cost_model).times:  # a gauge measures lazily and once; its copy measures again
+    while replace(
+        cost_model
+    ).times:  # a cost model measures once, when first read; its copy measures again
         pass
 
 

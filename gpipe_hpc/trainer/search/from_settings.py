@@ -99,7 +99,7 @@ class LayoutSearch:
     Attributes:
         config: the settings.
         fixed: names of the layout settings that the search does not change.
-        ground: cache of the model's costs.
+        cache: cache of the model's costs.
         came: the ranks, if they are running.
         doubts: warnings about the files that describe the ranks.
         notes: source and limits of layer times scaled from another run; empty if there are none.
