@@ -107,7 +107,7 @@ def joined(meshed):
     dist.Backend.register_backend("standin", OwnBackend, extended_api=True, devices=["xpu"])
     module._is_carried = lambda device: True
     meshes, asked = [], []
-    gloo, ask = dist.ProcessGroupGloo, StoreExchange.ask
+    gloo, ask = dist.ProcessGroupGloo, StoreExchange.collect
 
     class Seen(gloo):
         def __init__(self, store, rank, size, *rest, **named):
@@ -118,7 +118,7 @@ def joined(meshed):
         asked.append((what, len(ranks)))
         return ask(self, what, ranks)
 
-    dist.ProcessGroupGloo, StoreExchange.ask = Seen, seen
+    dist.ProcessGroupGloo, StoreExchange.collect = Seen, seen
     return ProcessWorld(StandIn(), 60.0, meshed=meshed), meshes, asked
 
 
