@@ -8,12 +8,12 @@ def test_a_step_behind_anything_else_counts_from_its_own_beginning(tiny, tmp_pat
     """Validations, saves and the review of the cut are no part of the next step."""
     found = []
 
-    class Noted(loop.Line):
+    class Noted(loop.StepLine):
         def __new__(cls, trained, timed, since, times, known):
             found.append((trained.step, since is None))
             return super().__new__(cls, trained, timed, since, times, known)
 
-    monkeypatch.setattr(loop, "Line", Noted)
+    monkeypatch.setattr(loop, "StepLine", Noted)
     monkeypatch.setattr(loop, "REVIEW_AFTER", 7)
     own = ("train.steps=10", "train.validate_every=4", "checkpoint.every=3")
     train_here(1, *tiny, *own, f"run.dir={tmp_path}")
