@@ -1,6 +1,7 @@
 """Short benchmark: gpipe_hpc, torch's pipelining and DDP, compared with stored results.
 
-python -m benchmarks --budget-s 270
+python -m benchmarks                         # five minutes
+python -m benchmarks --budget-s 900 --keep   # ten rounds, for the table of README.md
 """
 
 import argparse
@@ -14,9 +15,12 @@ from benchmarks.cells import CONTESTANTS, Cell, short_blocks
 from benchmarks.comparison import report
 from benchmarks.figures import load_figures
 from benchmarks.rounds import Conductor
+from benchmarks.table import insert, short_table
 from gpipe_hpc.errors import GpipeError
 
-KEPT: Final = Path(__file__).resolve().parent / "peers" / "figures.json"
+HERE: Final = Path(__file__).resolve().parent
+KEPT: Final = HERE / "figures.json"
+README: Final = HERE.parent / "README.md"
 WORKLOADS: Final = "A,B,C,T"
 
 
@@ -30,6 +34,9 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: a try")
     parser.add_argument("--kept", type=Path, default=KEPT, help="figures to compare with")
     parser.add_argument("--out", type=Path, help="file for the figures of this run")
+    parser.add_argument(
+        "--keep", action="store_true", help=f"store the figures in {KEPT.name} and in README.md"
+    )
     args = parser.parse_args(words)
     if not set(args.workloads.split(",")) <= set(WORKLOADS.split(",")):
         parser.error(f"--workloads: expected some of {WORKLOADS}, got {args.workloads}")
@@ -63,6 +70,10 @@ def compare(args: argparse.Namespace) -> None:
             conductor.close()
     if args.out:
         figures.save(args.out)
+    if args.keep:
+        figures.save(KEPT)
+        text = README.read_text("utf-8")
+        README.write_text(insert(text, "peers", short_table(load_figures(KEPT))), "utf-8")
     if not args.kept.exists():
         print(f"\nno figures to compare with: {args.kept} is not there")
         return

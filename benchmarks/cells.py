@@ -11,6 +11,9 @@ RANKS: Final = 2
 # The part of the full benchmark that contains all cells of the short one.
 FULL: Final = "core"
 
+SHORT: Final = 8
+"""Micro-batches of the short benchmark."""
+
 # Number of undisturbed steps wanted: for cells of claims, other cells, and rare ones.
 MAIN: Final = 10
 OTHER: Final = 4
@@ -166,19 +169,22 @@ def unpiped_cells(workload: str, microbatches: int) -> list[Cell]:
 
 
 def short_blocks() -> list[Block]:
-    """Return the blocks of the short benchmark: gpipe_hpc and torch, one M per workload."""
-    chosen = (("A", 8), ("B", 16), ("C", 4), ("T", 16))
+    """Return the blocks of the short benchmark: gpipe_hpc, torch's pipelining and DDP, at M = 8."""
     blocks = []
-    for workload, microbatches in chosen:
-        cells = [
-            floor_cell(workload, microbatches),
-            *our_cells(workload, microbatches, ("gpipe", "one_f_one_b", "zb_h1", "zb_v")),
-            *(
-                cell
-                for cell in torch_cells(workload, microbatches, again=False)
-                if cell.variant in ("GPipe", "1F1B", "ZBVZeroBubble")
-            ),
-            Cell("ddp", workload, "whole batch", microbatches),
+    for workload in ("A", "B", "C", "T"):
+        ours = our_cells(workload, SHORT, ("gpipe", "one_f_one_b", "zb_h1", "zb_v"))
+        torchs = [
+            cell
+            for cell in torch_cells(workload, SHORT)
+            if cell.variant in ("GPipe", "1F1B", "ZBVZeroBubble")
         ]
-        blocks.append(Block(workload, microbatches, "short", tuple(cells)))
+        cells = [
+            floor_cell(workload, SHORT),
+            *ours,
+            *(replace(each, recompute="except_last") for each in ours[:2]),
+            *(replace(each, wanted=MAIN) for each in torchs),
+            Cell("ddp", workload, "whole batch", SHORT),
+            Cell("ddp", workload, "micro-batches", SHORT),
+        ]
+        blocks.append(Block(workload, SHORT, "short", tuple(cells)))
     return blocks

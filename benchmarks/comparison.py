@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks.cells import FULL
 from benchmarks.figures import FEWEST, Figures, Row
 
 # Difference between two runs of the same program.
@@ -38,12 +37,11 @@ def moves(now: Figures, kept: Figures) -> Iterator[Move]:
     Cells with too few undisturbed steps in either are omitted.
     """
     for block, rows in now.blocks.items():
-        there = _counterpart(block, kept)
-        floors = [_floor(now, block), _floor(kept, there)]
+        floors = [_floor(now, block), _floor(kept, block)]
         if not all(floor and floor.is_sound for floor in floors):
             continue
         for row in rows:
-            before = kept.find(there, row.name)
+            before = kept.find(block, row.name)
             if row.contestant == "floor" or not row.is_sound or not (before and before.is_sound):
                 continue
             ratios, spreads = [], []
@@ -52,13 +50,6 @@ def moves(now: Figures, kept: Figures) -> Iterator[Move]:
                 ratios.append(each.median_s / floor.median_s)
                 spreads.append(math.hypot(each.spread, floor.spread))
             yield Move(block, row.name, ratios[0], ratios[1], max(_LEAST, sum(spreads)))
-
-
-def _counterpart(block: str, kept: Figures) -> str:
-    """Return the stored block of the same workload and micro-batches, from the full benchmark."""
-    if block in kept.blocks:
-        return block
-    return f"{block.rsplit(' ', 1)[0]} {FULL}"
 
 
 def _floor(figures: Figures, block: str) -> Row | None:

@@ -1,6 +1,7 @@
 """Results of a benchmark run, by cell, and their file. Does not import torch."""
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -77,6 +78,31 @@ class Figures:
             if row.name == name and row.median_s is not None:
                 return row
         return None
+
+    def best(
+        self,
+        block: str,
+        contestant: str,
+        *,
+        recompute: bool = False,
+        most_bytes: float = math.inf,
+    ) -> Row | None:
+        """Return a contestant's fastest row of a block, with or without recomputation.
+
+        Only rows whose fullest rank needs at most `most_bytes` count. Rows with few undisturbed
+        steps are used only if there are no others, because the fastest of them is a matter of
+        chance.
+        """
+        rows = [
+            row
+            for row in self.blocks.get(block, [])
+            if row.contestant == contestant
+            and row.median_s is not None
+            and (row.recompute != "never") == recompute
+            and max(row.peak_bytes or (math.inf,)) <= most_bytes
+        ]
+        sound = [row for row in rows if row.is_sound]
+        return min(sound or rows, key=lambda row: row.median_s or math.inf, default=None)
 
     def save(self, path: Path) -> None:
         """Write the results; a concurrent reader sees the old or the new file."""

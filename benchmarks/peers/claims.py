@@ -116,36 +116,11 @@ def _against_torch(figures: Figures, model: str, count: int, theirs: str) -> Rat
     return ratio(ours, figures.find(where, f"torch {theirs}"), f"{model} M={count} {theirs}")
 
 
-def best(
-    figures: Figures,
-    where: str,
-    contestant: str,
-    *,
-    recompute: bool = False,
-    most_bytes: float = math.inf,
-) -> Row | None:
-    """Return a contestant's fastest row of a block, with or without recomputation.
-
-    Only rows whose fullest rank needs at most `most_bytes` count. Rows with few undisturbed steps
-    are used only if there are no others, because the fastest of them is a matter of chance.
-    """
-    rows = [
-        row
-        for row in figures.blocks.get(where, [])
-        if row.contestant == contestant
-        and row.median_s is not None
-        and (row.recompute != "never") == recompute
-        and max(row.peak_bytes or (math.inf,)) <= most_bytes
-    ]
-    sound = [row for row in rows if row.is_sound]
-    return min(sound or rows, key=lambda row: row.median_s or math.inf, default=None)
-
-
 def _best(figures: Figures) -> Iterator[Claim]:
     for models, count, bound in ((("A", "C"), 4, 1.06), (("A", "C"), 8, 1.04), (("B",), 8, 1.08)):
         ratios = []
         for model in models:
-            row = best(figures, block(model, count), "ours")
+            row = figures.best(block(model, count), "ours")
             floor = figures.find(block(model, count), "floor local")
             name = f"{model} M={count} {row.variant if row else ''}"
             ratios.append(ratio(row, floor, name))
@@ -155,7 +130,7 @@ def _best(figures: Figures) -> Iterator[Claim]:
     for model in MODELS:
         for count in (4, 8):
             where = block(model, count)
-            row, ddp = best(figures, where, "ours"), best(figures, where, "ddp")
+            row, ddp = figures.best(where, "ours"), figures.best(where, "ddp")
             name = f"{model} M={count} {row.variant if row else ''}"
             speeds.append(ratio(row, ddp, name))
             sizes.append(_sizes(row, ddp, name))
@@ -178,7 +153,7 @@ def _recomputing(figures: Figures) -> Iterator[Claim]:
             theirs = figures.find(where, "torch GPipe recompute=always")
             if theirs is None or not theirs.peak_bytes:
                 continue
-            row = best(figures, where, "ours", recompute=True, most_bytes=max(theirs.peak_bytes))
+            row = figures.best(where, "ours", recompute=True, most_bytes=max(theirs.peak_bytes))
             name = f"{model} M={count} {row.variant if row else ''}"
             speeds.append(ratio(row, theirs, name))
         what = f"recomputing, in no more memory: best of ours / torch's GPipe, M = {count}"
@@ -226,8 +201,8 @@ def _memory(figures: Figures) -> Iterator[Claim]:
 
 
 def _bfloat16(figures: Figures) -> Iterator[Claim]:
-    row = best(figures, block("A", 8), "ours")
-    half = best(figures, block("A16", 8), "ours")
+    row = figures.best(block("A", 8), "ours")
+    half = figures.best(block("A16", 8), "ours")
     gain = ratio(row, half, "A M=8")
     others = {
         who: ratio(figures.find(block("A", 8), name), figures.find(block("A16", 8), name), who)

@@ -111,8 +111,6 @@ def main() -> None:
         figures.save(kept)
         rounded = load_figures(kept)  # as rounded in the file
         report.write(rounded, args.to)
-        if args.to == HERE:
-            report.write_front_page(rounded, HERE.parent.parent / "README.md")
 
     first, rest = grid.blocks()
     conductor = Conductor(who, OUT, size=args.size)
