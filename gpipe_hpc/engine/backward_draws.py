@@ -8,6 +8,7 @@ ones. So the generators' states are compared around each backward. Recomputation
 """
 
 import logging
+import os
 import pickle
 import threading
 import time
@@ -193,9 +194,11 @@ def _computed_ns(thread: threading.Thread) -> int:
     unsuitable: `/proc` is not current while a thread runs, `time.pthread_getcpuclockid` aborts the
     process if the thread has just ended, and `sys._current_frames` may crash Python 3.11.
     """
+    # In Python 3.11 a fork leaves the number of the main thread as it was.
+    number = os.getpid() if thread is threading.main_thread() else thread.native_id
     try:
-        assert thread.native_id is not None, "a thread that has started"
-        return time.clock_gettime_ns(~thread.native_id << 3 | _THREAD_CLOCK)
+        assert number is not None, "known of each thread that has started"
+        return time.clock_gettime_ns(~number << 3 | _THREAD_CLOCK)
     except (OSError, OverflowError):
         return time.perf_counter_ns()
 
