@@ -65,7 +65,7 @@ class StoredArray:
 def open_array(
     path: str, key: str | None, which: str, what: str, *, is_given: bool = True
 ) -> StoredArray:
-    """Open the array that `data.<which><what>` names, lazily.
+    """Open the array that `data.<which><what>` names, without reading its rows.
 
     Args:
         path: the file.
@@ -73,7 +73,7 @@ def open_array(
             array or the one named `what` is used.
         which: "" for training, "validation_" for validation.
         what: "inputs" or "targets".
-        is_given: whether the file was set for this array; if not, it is the file of the inputs.
+        is_given: whether the setting names a file; if not, `path` is the file of the inputs.
 
     Raises:
         DataError: if the file or the array does not exist; the message lists the existing arrays.
@@ -124,7 +124,7 @@ _Openers = Mapping[str | None, Callable[[], StoredArray]]
 
 
 def _arrays_of(path: Path) -> _Openers:
-    """Return a function for each array of a file that opens it, keyed by name (None if unnamed)."""
+    """Return a dict from the name of each array (None if unnamed) to a function that opens it."""
     with path.open("rb") as file:
         head = file.read(len(_NPY))
     if head == _NPY:
@@ -232,9 +232,11 @@ def _dtype_of(array: npt.NDArray[Any], path: Path) -> torch.dtype:
 
 @contextmanager
 def _readable(path: Path, kind: type[DataError] = UnfitDataError) -> Iterator[None]:
-    """Convert errors of opening a file to DataError, and errors of its content to `kind`."""
+    """Context that converts OSError to DataError, and errors from invalid content to `kind`."""
     try:
         yield
+    except DataError:
+        raise
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, SafetensorError) as error:
