@@ -1,6 +1,6 @@
-"""Data of a run: datasets, their order, and readers of batches.
+"""Datasets of a run, the order of their samples, and iterators over batches.
 
-Names are imported lazily: processes that index files do not need torch.
+Names are imported lazily, so that worker processes that only index files do not load torch.
 """
 
 from importlib import import_module

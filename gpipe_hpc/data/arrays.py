@@ -22,7 +22,7 @@ _DTYPES: Final = Choices(
 
 @dataclass
 class ArraysConfig(DataConfig):
-    """The user's own arrays, in NumPy or safetensors files."""
+    """Settings of training data in the user's own NumPy or safetensors files."""
 
     no_matter: ClassVar[frozenset[str]] = DataConfig.no_matter | {
         "inputs",

@@ -1,4 +1,4 @@
-"""Batches that a rank passes to its pipeline, read in the planned order of samples."""
+"""Iteration over global batches; each rank reads the part that its pipeline stage needs."""
 
 from collections.abc import Iterable, Iterator
 from itertools import tee
@@ -24,7 +24,10 @@ from gpipe_hpc.settings import DataConfig
 
 
 class Batch(NamedTuple):
-    """This rank's part of a global batch of `num_samples`; `position` is the position after it."""
+    """This rank's part of a global batch of `num_samples` samples.
+
+    `position` is the number of samples consumed since the start of the run, this batch included.
+    """
 
     num_samples: int
     position: int
@@ -35,16 +38,16 @@ class Batch(NamedTuple):
 class Batches:
     """Iterator over global batches in a planned order; each rank reads only its part.
 
-    Every rank takes each batch; a rank whose stages need neither inputs nor targets passes no
-    dataset and reads nothing. Positions count batches taken, not batches read ahead, so a resumed
-    run neither loses nor repeats samples.
+    All ranks must call `next` equally often; a rank whose stages need neither inputs nor targets
+    passes no dataset and reads nothing. Positions count batches returned, not batches read ahead,
+    so a resumed run neither loses nor repeats samples.
 
     Args:
         pipe: the pipeline, which determines the rank's part.
         dataset: the samples; None if the rank needs none.
         plan: the global batches, in order.
         settings: number of workers and depth of prefetching.
-        tally: counts corrupt samples.
+        tally: counter of corrupt samples.
         timeout_s: maximum seconds to wait for a batch.
         what: name of the data in error messages.
     """
@@ -102,7 +105,7 @@ class Batches:
         return self._pipe.share(len(planned.indices))
 
     def _used(self, planned: PlannedBatch, reading: BatchData | None) -> list[int]:
-        """Return the global batch's samples after all ranks have replaced corrupt samples.
+        """Return the sample indices of the global batch after replacement of corrupt samples.
 
         Only ranks that read inputs detect corrupt samples; ranks that read targets need the
         replaced indices, and all ranks count corrupt samples.

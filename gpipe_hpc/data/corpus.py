@@ -1,4 +1,4 @@
-"""Files of tokens as one long memory-mapped text, and training samples cut from it."""
+"""Memory-mapped token files concatenated to one text, and training samples cut from that text."""
 
 import hashlib
 from bisect import bisect_right
@@ -21,7 +21,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class TokenText(Protocol):
-    """A long text of tokens with random access."""
+    """A sequence of tokens of any length with random access."""
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +118,7 @@ class TokenWindows:
 
     @property
     def num_samples(self) -> int:
-        """Return the number of complete windows; the incomplete one at the end is unused."""
+        """Return the number of complete windows; tokens after the last one are unused."""
         return max(0, (self.corpus.num_tokens - 1) // self.seq_len)
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
@@ -143,7 +143,7 @@ class TokenWindows:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Training and validation text."""
+    """Training and validation text, with a description and a baseline loss."""
 
     train: TokenWindows
     validation: TokenWindows

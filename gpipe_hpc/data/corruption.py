@@ -10,7 +10,7 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 def tolerance(config: DataConfig) -> int:
-    """Return the maximum number of corrupt samples; 0 if the run stops at the first."""
+    """Return the maximum number of corrupt samples; 0 if the first one stops the run."""
     if getattr(config, "corrupt", "stop") == "stop":
         return 0
     limit: int = vars(config)["max_corrupt"]
@@ -18,7 +18,7 @@ def tolerance(config: DataConfig) -> int:
 
 
 class CorruptTally:
-    """Counter of distinct corrupt samples of a run, equal on every rank."""
+    """Counter of the distinct corrupt samples of a run, with the same count on every rank."""
 
     def __init__(self, limit: int, named: Iterable[str] = ()) -> None:
         self.limit = limit
@@ -37,7 +37,7 @@ class CorruptTally:
     def add(
         self, found: Mapping[str, str], *, says: bool, kind: type[DataError] = DataError
     ) -> None:
-        """Count corrupt samples, given as error messages by name; `says` also logs new ones.
+        """Count corrupt samples, given as error messages by sample name; log new ones if `says`.
 
         Raises an error of type `kind` with the newest message if the limit is exceeded.
         """
@@ -52,7 +52,7 @@ class CorruptTally:
 
 
 def beyond(limit: int, message: str) -> str:
-    """Return the error message for a corrupt sample that exceeds the limit."""
+    """Return the error message for the first corrupt sample beyond `limit`."""
     if not limit:
         return message
     return f"data: more corrupt samples than data.max_corrupt={limit} allows: {message}"

@@ -1,4 +1,4 @@
-"""Interfaces between data and training: map-style datasets and pairs of them."""
+"""Interfaces of data sets: map-style datasets, and pairs of training and validation sets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ class Dataset(Protocol):
 
 @contextmanager
 def samples_that_fit() -> Iterator[None]:
-    """Convert memory errors while reading samples before training to UnfitDataError."""
+    """Context that converts out-of-memory errors while samples are read to UnfitDataError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -110,7 +110,7 @@ class DataSource(Protocol):
 
 
 class DataFacts(NamedTuple):
-    """Facts about the data that every rank needs, including ranks that open none."""
+    """Facts about the data that every rank needs, including ranks that open no dataset."""
 
     num_samples: int
     num_validation_samples: int

@@ -32,7 +32,7 @@ _NUM_LOOKED_AT: Final = 16  # samples to hash, spread over the data
 
 @runtime_checkable
 class DecodedDataset(Protocol):
-    """A dataset whose samples are decoded from bytes, with machine-dependent results."""
+    """A dataset that decodes samples from stored bytes, with results that depend on the machine."""
 
     def stored(self, index: int) -> bytes:
         """Return the bytes from which sample `index` is decoded, inputs and target."""

@@ -1,4 +1,4 @@
-"""Load the index of data from a file, or create and save it."""
+"""Loading of a data index from its file, or its creation if there is no valid file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,13 +9,13 @@ from gpipe_hpc.data.indexing.parts import IndexPart
 
 
 class IndexFolders(NamedTuple):
-    """Location of index files: data.index_dir (`chosen`), else next to the data, else `spare`."""
+    """Folders for index files: data.index_dir (`chosen`), else next to the data, else `spare`."""
 
     chosen: str | None = None
     spare: Path | None = None
 
     def folders(self, beside: Path) -> list[Path]:
-        """Return the folders that may contain the index of data in the folder `beside`."""
+        """Return the folders that may contain the index of data stored in the folder `beside`."""
         if self.chosen is not None:
             return [Path(self.chosen).expanduser().absolute()]
         spare = [] if self.spare is None else [self.spare]
@@ -37,11 +37,11 @@ def indexed(
         kind: type of the index, part of its file name.
         sources: the indexed files or folders.
         settings: settings that the index depends on.
-        keeping: location of index files.
+        keeping: folders for index files.
         make: creates the index.
         is_sound: checks a loaded index against the files.
-        is_worth_keeping: whether to save an index without data.index_dir; small ones are fast to
-            make.
+        is_worth_keeping: whether to save a new index without data.index_dir; small indices are fast
+            to create again.
 
     Raises:
         OSError: if a source does not exist; errors of `make` propagate.

@@ -1,4 +1,4 @@
-"""JSON Lines data: the UTF-8 bytes of each document are its tokens, documents are concatenated."""
+"""Text data from JSON Lines files: the concatenated UTF-8 bytes of all documents are the tokens."""
 
 import threading
 from bisect import bisect_right
@@ -25,7 +25,7 @@ from gpipe_hpc.settings import Choices, Level, Range, TokenDataConfig, refuse
 
 @dataclass
 class JsonLinesConfig(TokenDataConfig):
-    """JSON Lines files: one document per line, its bytes are the tokens."""
+    """Settings for JSON Lines files, with one document per line and bytes as tokens."""
 
     paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
     """Files, patterns or folders, for example [corpus/*.jsonl]."""

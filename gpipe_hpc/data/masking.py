@@ -77,7 +77,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True)
 class MaskedSource:
-    """Training and validation sets of tokens with masking."""
+    """Training and validation sets of tokens with masking applied."""
 
     source: DataSource
     train: MaskedTokens
@@ -85,7 +85,7 @@ class MaskedSource:
 
     @property
     def corrupt(self) -> Mapping[str, str]:
-        """Return messages about corrupt samples, by name."""
+        """Return the error messages of corrupt samples, by sample name."""
         return self.source.corrupt
 
     @property
@@ -104,7 +104,7 @@ class MaskedSource:
 
 
 def mask_tokens(source: DataSource, config: TokenDataConfig, seed: int) -> MaskedSource:
-    """Add masking to a source of tokens; `seed` is train.seed."""
+    """Apply masking to the training and validation tokens of a source; `seed` is train.seed."""
     masking = _Masking(config.hidden_token, config.mask_fraction, config.vocab_size, (_TRAIN, seed))
     fixed = masking._replace(key=(_VALIDATION, 0))
     return MaskedSource(

@@ -45,7 +45,7 @@ class Names:
         return Names.of(self.text[np.repeat(kept, lengths)], np.cumsum(lengths[kept]))
 
     def digest(self, numbers: npt.NDArray[Any]) -> str:
-        """Return a digest of all names and of an array of numbers that belong to them."""
+        """Return a digest of all names and of an array with numbers for each name."""
         hashed = hashlib.sha256()
         for part in (self.text, self.ends, numbers):
             hashed.update(np.ascontiguousarray(part).tobytes())

@@ -1,4 +1,4 @@
-"""Open the data of the settings, and read batches of it."""
+"""Functions that open the data sets chosen by the settings and read their batches."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,8 @@ from gpipe_hpc.settings import DataConfig, TokenDataConfig
 def open_data(config: DataConfig, seed: int = 0, spare: Path | None = None) -> DataSource:
     """Open the training and validation sets that the settings describe.
 
-    Reads names, sizes, headers and what an index needs; the first read opens the rest.
+    Reads file names, sizes and headers, and builds an index if the format needs one; samples are
+    read later.
 
     Args:
         config: the data settings.
@@ -37,10 +38,10 @@ def open_readers(
     prefetch: int,
     timeout_s: float,
 ) -> Readers | ProcessReaders:
-    """Return an iterator over the batches of requests, optionally read ahead by `num_workers`.
+    """Return an iterator over the requested batches, read ahead by `num_workers` workers.
 
-    Threads read files and arrays, which releases the GIL; processes read user code. Threads are not
-    used for targets alone, which are read quickly.
+    Workers are threads for files and arrays, whose reads release the GIL, and processes for user
+    code. Targets alone are quick to read and are never read ahead by threads.
     """
     if num_workers and reads_in_processes(reader.dataset):
         return ProcessReaders(reader, requests, num_workers, prefetch, timeout_s)

@@ -1,8 +1,9 @@
 """A user's own map-style data set: any object with ``__len__`` and ``__getitem__``.
 
 An item is a pair (input, target), which is read as a whole: the first stage of a pipeline discards
-the targets, the last stage the inputs, and ranks between them read nothing. A data set that has
-`read_inputs(indices)` and `read_targets(indices)` is asked only for the part that a rank needs.
+the targets, the last stage the inputs, and ranks between them read nothing. If a data set has the
+methods `read_inputs(indices)` and `read_targets(indices)`, each rank reads only the part that it
+needs.
 
 The random generators of Python, NumPy and torch are seeded with (train.seed, epoch, item) for each
 item. Random augmentations are therefore equal on both ranks and after a resume in another layout.
@@ -38,7 +39,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass
 class OwnDataConfig(DataConfig):
-    """A user's function or class that creates the data set, and its keyword arguments."""
+    """Settings for a user's function or class that creates the data set, with its arguments."""
 
     no_matter: ClassVar[frozenset[str]] = frozenset({"workers", "prefetch", "_target_"})
 
@@ -67,7 +68,7 @@ class OwnDataConfig(DataConfig):
         check_fraction(self.validation_fraction)
 
     def written(self) -> Mapping[str, Any]:
-        """Return the settings in the form in which they are given on the command line."""
+        """Return the settings by name, as they are given on the command line."""
         ours = {name: getattr(self, name) for name in _OURS}
         return {"_target_": self.target, **self.keywords, **ours}
 
@@ -91,7 +92,7 @@ _OURS: Final = ("collate", "validation_fraction", "workers", "prefetch")
 
 @runtime_checkable
 class SeparateReads(Protocol):
-    """A data set that can read inputs without targets and targets without inputs."""
+    """Interface of data sets that can read inputs without targets and targets without inputs."""
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -108,7 +109,7 @@ class SeparateReads(Protocol):
 
 @dataclass(frozen=True)
 class OwnDataset:
-    """A user's data set with the function that collates its items."""
+    """A user's data set, together with the function that collates its items to batches."""
 
     items: Any
     collate: Collate
@@ -160,7 +161,7 @@ class OwnDataset:
             return self.items[index]
 
     def _collate(self, indices: Sequence[int], items: list[Any]) -> Any:
-        """Collate items; on failure, name the first item whose types or shapes differ."""
+        """Collate items to a batch; an error names the first item of another type or shape."""
         try:
             return self.collate(items)
         except Exception:
@@ -263,7 +264,7 @@ _TARGETS: Final = ("labels", "label", "targets", "target", "y")  # common names,
 
 
 def _guess_keys(batch: Mapping[Any, Any]) -> tuple[Any, Any]:
-    """Guess the keys of inputs and targets; the target has a common label name, or is the last."""
+    """Guess the keys of inputs and targets: the target has a common label name or is the last."""
     names = list(batch)
     target = next((name for name in _TARGETS if name in batch), names[-1])
     return next(name for name in names if name != target), target
@@ -307,7 +308,7 @@ def _seed_generators(key: int) -> None:
 
 @contextmanager
 def _preserved_generators() -> Iterator[None]:
-    """Restore the random generators on exit and lock torch's against other threads."""
+    """Context that restores the random generators on exit; other threads must not use torch's."""
     with GENERATOR_LOCK:
         python, numpy, torchs = (
             random.getstate(),

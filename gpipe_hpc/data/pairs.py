@@ -120,10 +120,11 @@ def loss_of_samples(whole: Dataset, targets: Nest) -> str | None:
 
 
 def labels_are(whole: Dataset) -> str | None:
-    """Detect whether labels of the first samples are UNSHIFTED or SHIFTED tokens; None if neither.
+    """Return whether labels of the first samples are UNSHIFTED or SHIFTED tokens; None if neither.
 
-    UNSHIFTED: each label is its own token, as transformers expects; SHIFTED: each is the next
-    token. Labels of -100 and sequences of a single repeated token are ignored.
+    UNSHIFTED: each label equals the token at its own position, as in transformers; SHIFTED: each
+    label equals the next token. Labels of -100 and sequences of a single repeated token are
+    ignored.
     """
     found: set[str | None] = set()
     for index in range(min(_LOOKED_AT, whole.num_samples)):
@@ -145,7 +146,7 @@ def labels_are(whole: Dataset) -> str | None:
 
 
 def _agree(tokens: Tensor, labels: Tensor) -> bool | None:
-    """Return whether labels other than -100 equal the tokens; None if this cannot be decided."""
+    """Return whether all labels other than -100 equal the tokens; None if no tokens differ."""
     counted = labels != -100
     own = tokens[counted]
     if not own.numel() or bool((own == own[0]).all()):

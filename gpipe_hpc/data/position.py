@@ -1,4 +1,4 @@
-"""Check, on resume, that the data of a run is the data of its checkpoint."""
+"""Check, on resume, whether a run's data is the same as when the checkpoint was written."""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def check_data(path: Path, extra: Mapping[str, Any], now: Identity, policy: str)
         policy: the setting checkpoint.data.
 
     Raises:
-        CheckpointError: if they differ and the policy is `same`.
+        CheckpointError: if the data differs and the policy is `same`.
     """
     was = extra.get(IDENTITY)
     if was is None:
@@ -54,7 +54,7 @@ def check_data(path: Path, extra: Mapping[str, Any], now: Identity, policy: str)
 
 
 def continues_data(extra: Mapping[str, Any], now: Identity, policy: str) -> bool:
-    """Return whether the run resumes at the checkpoint's position instead of the first sample.
+    """Return whether the run continues at the checkpoint's data position, not at the first sample.
 
     If the data is unchanged, the policy `new` has no effect, so that a second start with the same
     command resumes the run.

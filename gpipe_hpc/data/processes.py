@@ -1,4 +1,4 @@
-"""Reading ahead in worker processes with torch's DataLoader, for data sets of user code.
+"""Batches of user data sets, read ahead in worker processes by torch's DataLoader.
 
 Processes are spawned, since forking a multi-threaded process may deadlock. Each imports torch and
 the user's module, which takes seconds and some hundred megabytes.
@@ -30,13 +30,13 @@ from gpipe_hpc.trainer.signals import STOP_SIGNALS
 
 
 class _WorkerError(NamedTuple):
-    """An error in a worker process, as text with the traceback of the user's code."""
+    """An error raised in a worker process, as text with the traceback of the user's code."""
 
     text: str
 
 
 class _Readings(Dataset[Any]):
-    """Adapter from BatchReader to torch's Dataset: an index is a request, an item its batch."""
+    """A torch Dataset whose indices are read requests and whose items are the batches read."""
 
     def __init__(self, reader: BatchReader) -> None:
         self.reader = reader
@@ -157,8 +157,8 @@ class _KillingSpawnContext(SpawnContext):
 def _init_worker(number: int) -> None:
     """Initialize a worker: ignore signals that stop the run, and exit with the run.
 
-    The run finishes its current step, which needs the worker, and then stops it. Output of the data
-    set must not fail either after the run has closed its streams.
+    After a signal, the run finishes its current step, which needs the worker, and then stops the
+    worker. Standard output is protected, since the data set may print after the run has closed it.
     """
     protect_streams()
     use_inherited_cpus()
@@ -169,9 +169,10 @@ def _init_worker(number: int) -> None:
 
 
 def _leave_with_run() -> None:
-    """Exit this worker when the run ends, even during a long read.
+    """Exit this worker process when the run ends, even during a long read.
 
-    DataLoader checks only between reads, and misses a run that ended before the worker was ready.
+    DataLoader checks for the end only between reads, and misses a run that ended before the worker
+    was ready.
     """
     run = parent_process()
     assert run is not None, "a worker process has a parent"

@@ -1,4 +1,4 @@
-"""Batch reading, in the training thread or ahead of it in worker threads.
+"""Reading of batches in the training thread, or ahead of training in worker threads.
 
 Threads suffice because file access, decoding, resizing and NumPy operations release the GIL. They
 share an index of millions of samples, need no communication between processes, and leave no
@@ -33,7 +33,7 @@ class ReadRequest(NamedTuple):
 
 
 class BatchData(NamedTuple):
-    """A batch: tensors, the indices actually used, and messages about corrupt samples by name."""
+    """A batch: tensors, the sample indices actually used, and errors of corrupt samples by name."""
 
     inputs: Nest
     targets: Nest
@@ -94,7 +94,7 @@ class _SampleData:
 
 
 class PendingBatch(NamedTuple):
-    """A pending request and the future of its batch."""
+    """A pending read request, and the future of its batch."""
 
     request: ReadRequest
     reading: "Future[BatchData]"

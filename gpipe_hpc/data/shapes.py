@@ -1,4 +1,4 @@
-"""Shapes of a micro-batch of the settings, without reading data."""
+"""Shapes and dtypes of a micro-batch, derived from the settings without reading data."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from gpipe_hpc.settings import Config, DataConfig, Shape
 
 
 class Sample(NamedTuple):
-    """A micro-batch of meta tensors, and the name of its loss."""
+    """A micro-batch of tensors on the meta device, and the name of its loss."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -17,7 +17,7 @@ class Sample(NamedTuple):
 
 
 def samples_per_microbatch(config: Config) -> int:
-    """Return the number of samples of the largest micro-batch."""
+    """Return the number of samples of the largest micro-batch that the settings lead to."""
     pipeline, train = config.pipeline, config.train
     return -(
         -train.batch_size // (pipeline.num_replicas * pipeline.microbatches * train.accumulation)

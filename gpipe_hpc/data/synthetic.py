@@ -1,4 +1,4 @@
-"""Synthetic data: samples are computed from their index alone and equal on every machine."""
+"""Synthetic data, computed from the sample index alone and therefore equal on every machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,7 @@ class SyntheticSource:
 
 @dataclass
 class SyntheticTokensConfig(TokenDataConfig):
-    """Token sequences computed from the sample's index."""
+    """Settings for token sequences that are computed from the sample index."""
 
     is_computed: ClassVar[bool] = True
 
@@ -65,7 +65,7 @@ class SyntheticTokensConfig(TokenDataConfig):
 
 @dataclass
 class SyntheticVectorsConfig(DataConfig):
-    """Vectors and their classes, computed from the sample's index."""
+    """Settings for vectors and their classes that are computed from the sample index."""
 
     is_computed: ClassVar[bool] = True
 
@@ -96,7 +96,7 @@ class SyntheticVectorsConfig(DataConfig):
 
 @dataclass
 class SyntheticImagesConfig(ImageDataConfig):
-    """Images and their classes, computed from the sample's index."""
+    """Settings for images and their classes that are computed from the sample index."""
 
     is_computed: ClassVar[bool] = True
 
@@ -116,7 +116,7 @@ class SyntheticImagesConfig(ImageDataConfig):
 
 @dataclass
 class SyntheticMasksConfig(ImageDataConfig):
-    """Images and the class of each pixel, computed from the sample's index."""
+    """Settings for images and classes of their pixels that are computed from the sample index."""
 
     is_computed: ClassVar[bool] = True
 
@@ -208,8 +208,8 @@ class ClassifiedVectors:
 class ClassifiedImages:
     """Images in [-1, 1): the mean of a fixed random image of the class and of random noise.
 
-    The class is drawn first and determines the image; a linear map from pixels to classes, as
-    vectors have it, would be far larger than the images.
+    The class is drawn first and determines the image. A linear map from pixels to classes, as in
+    `ClassifiedVectors`, would be far larger than the images.
     """
 
     num_samples: int
@@ -249,7 +249,7 @@ class ClassifiedImages:
 
 @dataclass(frozen=True)
 class MaskedImages:
-    """Images in [-1, 1) of a rectangle of one class on a background of class 0, with random noise.
+    """Images in [-1, 1) that show a rectangle of one class on a background of class 0, with noise.
 
     Higher classes have brighter pixels. The sides of the rectangle are a quarter to three quarters
     of the sides of the image.
@@ -317,7 +317,7 @@ def open_synthetic_images(config: SyntheticImagesConfig) -> SyntheticSource:
 
 
 def open_synthetic_masks(config: SyntheticMasksConfig) -> SyntheticSource:
-    """Create images with a rectangle each, and its segmentation masks."""
+    """Create images that show a rectangle each, and the class of each pixel as target."""
     return SyntheticSource(
         MaskedImages(config.num_samples, _TRAIN, config),
         MaskedImages(config.num_validation_samples, _VALIDATION, config),

@@ -1,4 +1,4 @@
-"""Text and token files, and the source files of the Python standard library."""
+"""Data from files of text or tokens, and from the source files of the Python standard library."""
 
 import os
 import sysconfig
@@ -30,7 +30,7 @@ _DTYPES: Final = Choices("uint8", "uint16", "int16", "uint32", "int32", "int64")
 
 @dataclass
 class PythonSourceConfig(TokenDataConfig):
-    """The Python files of a folder, with bytes as tokens."""
+    """Settings for the Python files of a folder, with bytes as tokens."""
 
     root: Annotated[str | None, Level.EVERYDAY] = None
     """Folder of *.py files. null: the standard library of this Python, without its tests."""
@@ -58,7 +58,7 @@ class PythonSourceConfig(TokenDataConfig):
 
 @dataclass
 class TextConfig(TokenDataConfig):
-    """Files of bytes or of token numbers."""
+    """Settings for files of text or of token numbers."""
 
     paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
     """Files or patterns, for example [corpus/*.txt]; data=tokens also accepts folders. The files
@@ -99,7 +99,7 @@ class TextConfig(TokenDataConfig):
 
 @dataclass
 class TokensConfig(TextConfig):
-    """Files of token numbers written by a tokenizer."""
+    """Settings for files of token numbers written by a tokenizer."""
 
     dtype: str = "uint16"
     seq_len: int = field(default=1024, kw_only=True)
@@ -122,7 +122,7 @@ _WINDOWS_HELD: Final = 16  # minimum windows in each end, so that few windows sp
 
 
 def open_python_source(config: PythonSourceConfig) -> TextSource:
-    """Open the Python files of a folder, in the order of their paths, split by file.
+    """Open the Python files of a folder, in the order of their paths, as text.
 
     A hash of the relative path assigns each file to training or validation, so that adding a file
     never moves another. Raises DataError if the folder has no Python files.
@@ -141,9 +141,10 @@ def open_python_source(config: PythonSourceConfig) -> TextSource:
 def open_text(config: TextConfig) -> TextSource:
     """Open the given files, in the order of their names, as one text.
 
-    Validation data is `validation_paths`, or the ends of equal parts of each file, as many as leave
-    several windows in each end. Folders are accepted for data=tokens only. Raises DataError if a
-    pattern matches no file or if a file does not contain such tokens.
+    Validation data is `validation_paths`, if set. Otherwise each file is divided into up to 64
+    equal parts, and a fraction of `validation_fraction` at the end of each part is used for
+    validation. Folders are accepted for data=tokens only. Raises DataError if a pattern matches no
+    file or if a file does not contain tokens of the expected type.
     """
     train = _given_files(config.paths, config)
     if config.validation_paths:
@@ -193,7 +194,7 @@ def _bytes_of(path: Path) -> TokenFile:
 
 
 def _data_of(pattern: str) -> str:
-    """Append ".bin" to a path that names a Megatron-LM pair without its suffix."""
+    """Append ".bin" to a path that names a Megatron-LM pair (.bin and .idx) without suffix."""
     data = Path(pattern + ".bin").expanduser()
     named = Path(pattern).expanduser()
     return str(data) if data.is_file() and not named.exists() else pattern
@@ -206,7 +207,11 @@ def _all_of(file: TokenFile) -> Segment:
 def _split_ends(
     segments: Sequence[Segment], fraction: float, seq_len: int
 ) -> tuple[list[Segment], list[Segment]]:
-    """Split off the ends of equal parts of each file, since the file's own end may be unusual."""
+    """Divide each file into equal parts and assign the end of each part to validation.
+
+    Parts are long enough for several windows of `seq_len` tokens in each end. The end of the whole
+    file alone may be unusual text.
+    """
     train, validation = [], []
     for each in segments:
         num_parts = round(each.stop * fraction) // (_WINDOWS_HELD * seq_len)

@@ -53,7 +53,7 @@ _LLMC_BYTES: Final = 1024
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of `num_tokens` integers of dtype `kind` from byte `offset` on.
+    """A file with `num_tokens` integers of dtype `kind`, starting at byte `offset`.
 
     `name` identifies the file on all machines.
     """
@@ -160,7 +160,10 @@ def _peek(path: Path) -> _Peek:
 
 
 def _open_npy(path: Path, name: str, peek: _Peek) -> TokenFile:
-    """Read NumPy's header from the first bytes of the file, whatever length the header claims."""
+    """Parse the .npy header in the first bytes of the file, and return the described token file.
+
+    Only the bytes in `peek` are parsed, so that a wrong header length cannot cause a large read.
+    """
     stream = io.BytesIO(peek.head)
     try:
         version = np.lib.format.read_magic(stream)
@@ -183,7 +186,7 @@ def _open_npy(path: Path, name: str, peek: _Peek) -> TokenFile:
 
 
 def _open_megatron(path: Path, name: str, index: Path, num_bytes: int) -> TokenFile:
-    """Read Megatron-LM's index; its sequences are contiguous, so the .bin file is one text."""
+    """Return the token file described by Megatron-LM's index, whose sequences are contiguous."""
     try:
         with index.open("rb") as file:
             return TokenFile(path, name, *_megatron_facts(file, index, path, num_bytes))
@@ -261,7 +264,7 @@ _TEXT[[9, 10, 13, *range(32, 127)]] = True
 
 
 def _refuse_misfit(file: TokenFile, head: bytes) -> None:
-    """Raise UnfitDataError if raw numbers are clearly not of the dtype data.dtype.
+    """Raise UnfitDataError if raw numbers clearly have another dtype than data.dtype.
 
     Read as 16 bits, each 32-bit number becomes two, the second of which is almost always 0: a model
     would learn that every other token is 0. Pairs of letters look like valid 16-bit tokens.

@@ -32,7 +32,7 @@ def uniform(seed: int, epoch: int, indices: npt.NDArray[np.uint64], num_draws: i
 
 
 class Shift(Protocol):
-    """An augmentation of stored images in training."""
+    """Interface of random augmentations of images that are stored as pixels."""
 
     @property
     def num_draws(self) -> int:
@@ -78,7 +78,7 @@ class CropBox(NamedTuple):
 
 
 class Crop(Protocol):
-    """A rule that selects the part of a decoded image to be the sample."""
+    """Interface of rules that select the part of a decoded image to be the sample."""
 
     @property
     def num_draws(self) -> int:

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in their binary version: records of labels and 3 x 32 x 32 pixels."""
+"""CIFAR-10 and CIFAR-100, binary version: each record is the labels and 3 x 32 x 32 pixels."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from gpipe_hpc.settings import Choices, Level, refuse
 
 @dataclass
 class CifarConfig(StoredImagesConfig):
-    """CIFAR-10, binary version."""
+    """Settings for the binary version of CIFAR-10."""
 
     path: Annotated[str | None, Level.EVERYDAY] = None
     """Folder of the files (cifar-10-batches-bin, cifar-100-binary)."""
@@ -44,7 +44,7 @@ class CifarConfig(StoredImagesConfig):
 
 @dataclass
 class Cifar100Config(CifarConfig):
-    """CIFAR-100, binary version."""
+    """Settings for the binary version of CIFAR-100."""
 
     label: Annotated[str, Choices("fine", "coarse"), Level.EVERYDAY] = "fine"
     """fine has 100 classes, coarse 20."""
@@ -59,7 +59,10 @@ _TRAIN_10: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 
 @dataclass
 class CifarStore:
-    """Files of records: `num_labels` labels, of which number `label` is used, then the pixels."""
+    """Images in files of CIFAR records.
+
+    A record is `num_labels` labels of one byte, of which number `label` is used, then the pixels.
+    """
 
     paths: tuple[Path, ...]
     num_labels: int

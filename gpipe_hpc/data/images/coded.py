@@ -37,7 +37,7 @@ from gpipe_hpc.settings import Choices, Level, Range, refuse
 
 @dataclass
 class CodedImagesConfig(PixelDataConfig):
-    """JPEG and PNG images of any size, cropped and resized to one size."""
+    """Settings for JPEG and PNG images of any size, which are cropped and resized to one size."""
 
     resize: Annotated[int, Range(1), Level.EVERYDAY] = field(default=256, kw_only=True)
     """Length in pixels of the shorter side to which images are resized for validation, before the
@@ -79,20 +79,20 @@ SUFFIXES: Final = IMAGE_SUFFIXES
 
 
 class CodedStore(Protocol):
-    """Storage of encoded images and their classes."""
+    """Interface of stores of JPEG or PNG images and their classes."""
 
     @property
     def names(self) -> Names:
-        """Return the name of each image in the store; a hash of it selects validation images."""
+        """Return the names of all images; a hash of the name selects images for validation."""
         ...
 
     @property
     def labels(self) -> Classes:
-        """Return the class of each image."""
+        """Return the class index of each image."""
         ...
 
     def where(self, index: int) -> str:
-        """Return the file of an image and its name there, for messages."""
+        """Return the file that contains an image and the image's name in it, for messages."""
         ...
 
     def coded(self, index: int, max_bytes: int) -> bytes:
@@ -228,7 +228,7 @@ def coded_source(
 
 
 def split(store: CodedStore, percent: int) -> tuple[CodedStore, CodedStore]:
-    """Split images into training and validation images (`percent`), by a hash of their names."""
+    """Move `percent` of the images, selected by a hash of their names, to a validation store."""
     held = np.fromiter(
         (percentile(name.encode("utf-8", "surrogateescape")) < percent for name in store.names),
         np.bool_,

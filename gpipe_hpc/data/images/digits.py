@@ -21,7 +21,7 @@ from gpipe_hpc.errors import DataError
 
 @dataclass
 class DigitsConfig(StoredImagesConfig):
-    """Scans of handwritten digits, included in scikit-learn."""
+    """Settings for the scans of handwritten digits that scikit-learn contains."""
 
     channels: int = field(default=1, kw_only=True)
     height: int = field(default=8, kw_only=True)
@@ -42,7 +42,7 @@ _BRIGHTEST: Final = 16  # maximum of a pixel, which counts dark spots in a 4 x 4
 
 @dataclass(frozen=True)
 class ArrayStore:
-    """Images and classes in memory."""
+    """Images and their classes in memory."""
 
     images: Pixels
     labels: Classes

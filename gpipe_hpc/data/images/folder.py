@@ -1,4 +1,4 @@
-"""A folder of images per class, laid out as ImageNet."""
+"""Images in a folder per class, as in ImageNet."""
 
 import os
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from gpipe_hpc.settings import Level, Range, refuse
 
 @dataclass
 class ImageFolderConfig(CodedImagesConfig):
-    """A folder of images per class."""
+    """Settings for images in a folder per class."""
 
     index_dir: Annotated[str | None, Level.CLUSTER] = field(default=None, kw_only=True)
     """Folder of the index for later runs. null: .gpipe_hpc next to the data, or run.dir."""
@@ -160,14 +160,14 @@ def _store(root: Path, classes: Sequence[str], keeping: IndexFolders) -> FolderS
 
 
 class _Listing(NamedTuple):
-    """The images of a class, and its subfolders with their modification times in nanoseconds."""
+    """Names of a class's images, and its subfolders with their modification times in ns."""
 
     names: list[str]
     folders: list[tuple[str, int]]
 
 
 def _list(root: Path, classes: Sequence[str]) -> IndexPart:
-    """List all images; return names and labels, and `folders` with their modification times."""
+    """Return the index of all images: names, labels, and modification times of the folders."""
     # In parallel: each folder takes a round trip to a file server.
     with ThreadPoolExecutor(_NUM_LISTED) as pool:
         listings = list(pool.map(lambda name: _images(root, name), classes))
@@ -204,7 +204,7 @@ def _refuse(error: OSError) -> None:
 def _is_sound(part: IndexPart, num_classes: int) -> bool:
     """Return whether a stored index contains only files within the folder, and valid classes.
 
-    Another user who can write the index must not be able to redirect a run to other files.
+    The check prevents another user who can write the index from redirecting a run to other files.
     """
     ends, text, label = (part.arrays[name] for name in ("ends", "text", "label"))
     if not len(ends):

@@ -1,7 +1,7 @@
 """IDX files, the format of MNIST and similar data sets.
 
-Two zero bytes, the type of a number (8: uint8), the number of dimensions, each dimension as a
-big-endian 32-bit integer, then the data.
+A file contains two zero bytes, the type of a number (8: uint8), the number of dimensions, each
+dimension as a big-endian 32-bit integer, then the data.
 """
 
 import gzip
@@ -25,7 +25,7 @@ from gpipe_hpc.settings import Level, refuse
 
 @dataclass
 class IdxConfig(StoredImagesConfig):
-    """Four files in MNIST's format."""
+    """Settings for images and classes in four files of MNIST's format."""
 
     path: Annotated[str | None, Level.EVERYDAY] = None
     """Folder of the files."""
@@ -55,7 +55,7 @@ class IdxConfig(StoredImagesConfig):
 
 @dataclass
 class FashionMnistConfig(IdxConfig):
-    """Fashion-MNIST, as installed by its Debian package."""
+    """Settings for Fashion-MNIST, by default as installed by its Debian package."""
 
 
 _UBYTE: Final = 8
@@ -137,7 +137,7 @@ class IdxFile:
 
 @dataclass(frozen=True)
 class IdxStore:
-    """A file of images and the file of their classes."""
+    """Images in one IDX file and their classes in another."""
 
     images: IdxFile
     labels: IdxFile

@@ -27,7 +27,7 @@ from gpipe_hpc.settings import Level, Range, refuse
 
 @dataclass
 class ImageShardsConfig(CodedImagesConfig):
-    """Tar files of images and their labels."""
+    """Settings for images and labels in tar files."""
 
     paths: Annotated[list[str], Level.EVERYDAY] = field(default_factory=list)
     """Files, patterns or folders, for example [shards/train-*.tar]; compressed tar files are not
@@ -70,7 +70,7 @@ class ShardStore:
     labels: Classes
 
     def where(self, index: int) -> str:
-        """Return the shard of an image and its name there, for messages."""
+        """Return the shard that contains an image and the image's name in it, for messages."""
         return f"{self.paths[self.shards[index]]}: {self.names[index]}"
 
     def coded(self, index: int, max_bytes: int) -> bytes:
@@ -140,7 +140,7 @@ def open_image_shards(
 def _store(
     patterns: Sequence[str], config: ImageShardsConfig, keeping: IndexFolders, tally: CorruptTally
 ) -> tuple[ShardStore, dict[str, str]]:
-    """Index shards; return the images, and error messages of unusable samples by location."""
+    """Index shards; return their images, and the error messages of unusable samples by location."""
     paths = expand(patterns, (".tar",))
     try:
         sizes = np.array([path.stat().st_size for path in paths], np.int64)

@@ -19,7 +19,7 @@ from gpipe_hpc.settings import ImageDataConfig, Level, refuse
 
 @dataclass
 class PixelDataConfig(ImageDataConfig):
-    """Augmentation and normalization of real images."""
+    """Settings for the augmentation and normalization of real images."""
 
     augment: Annotated[str, Level.EVERYDAY] = field(default="none", kw_only=True)
     """Augmentation of training images: none; pad_crop (shift by up to padding pixels) or
@@ -53,7 +53,7 @@ Classes = npt.NDArray[np.int64]
 
 
 class Labelled(Dataset, Protocol):
-    """A dataset whose samples have one class each."""
+    """A dataset in which each sample has one class."""
 
     def classes(self) -> Classes:
         """Return the classes of all samples."""
@@ -69,7 +69,7 @@ class Normalisation:
 
     @classmethod
     def of(cls, config: PixelDataConfig) -> "Normalisation":
-        """Create the normalization of the settings."""
+        """Create the normalization that the settings describe."""
         return cls(tuple(config.mean), tuple(config.std))
 
     def apply(self, pixels: Pixels) -> Tensor:
@@ -85,7 +85,7 @@ class Normalisation:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Training and validation images."""
+    """Training and validation images, with a description and a baseline loss."""
 
     train: Labelled
     validation: Labelled

@@ -1,4 +1,4 @@
-"""Images stored as pixels of one size: IDX files, CIFAR, scikit-learn's digits."""
+"""Data sets of images stored as pixels of one size: IDX files, CIFAR, scikit-learn's digits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from gpipe_hpc.settings import Range, refuse
 
 @dataclass
 class StoredImagesConfig(PixelDataConfig):
-    """Images stored as pixels, all of one size."""
+    """Settings for images stored as pixels, all of one size."""
 
     padding: Annotated[int, Range(0)] = field(default=4, kw_only=True)
     """Maximum shift in pixels of an augmented image."""
@@ -46,7 +46,7 @@ class StoredImagesConfig(PixelDataConfig):
 
 
 class PixelStore(Protocol):
-    """Storage of pixels and classes, opened at the first read."""
+    """Interface of stores of pixels and classes, which open their files at the first read."""
 
     @property
     def num_images(self) -> int:

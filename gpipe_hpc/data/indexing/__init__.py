@@ -1,4 +1,4 @@
-"""Indexing of large files in worker processes, with results stored for later runs.
+"""Indexing of large data files in worker processes, with results stored for later runs.
 
-Nothing here imports torch, so that the processes start quickly.
+No module of this package imports torch, so that the processes start quickly.
 """

@@ -1,8 +1,9 @@
 """Index files that later runs reuse: a JSON header, then arrays that are memory-mapped.
 
-An index is written to a temporary file and renamed, so several jobs may write the same one. Its
+An index is written to a temporary file and renamed, so several jobs may write the same index. Its
 header contains the names, sizes and modification times of the indexed files and the settings; if
-these differ, or if its hash is wrong, the data is indexed again. Nothing is unpickled.
+these differ, or if the hash of the content is wrong, the data is indexed again. Nothing is
+unpickled.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ _RECENT_S: Final = 2.0
 
 
 class IndexFile(NamedTuple):
-    """Location of an index file and the key that a valid one must contain."""
+    """Location of an index file, and the key that the header of a valid index contains."""
 
     folders: tuple[Path, ...]  # candidates, in order of preference
     name: str

@@ -55,7 +55,10 @@ def scan_lines(path: str, start: int, stop: int, key: str) -> IndexPart:
 
 
 def _read(path: Path, start: int, stop: int) -> tuple[int, list[bytes | None]]:
-    """Return the offset of the first line, and the lines; the last is None if it is too long."""
+    """Return the lines that begin in a byte range, and the offset of the first.
+
+    The last line is None if it is too long.
+    """
     with path.open("rb", buffering=0) as file:
         # A line begins after a newline: start one byte earlier.
         first = max(0, start - 1)

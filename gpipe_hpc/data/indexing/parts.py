@@ -14,7 +14,7 @@ KINDS: Final = ("|u1", "<i4", "<i8")
 
 
 class IndexPart(NamedTuple):
-    """Index of a part of the data: arrays, and facts that JSON can represent."""
+    """Index of a part of the data: NumPy arrays by name, and JSON values by name (`facts`)."""
 
     arrays: Arrays
     facts: dict[str, Any]
@@ -48,7 +48,7 @@ def read_part(stream: IO[bytes]) -> IndexPart:
 def percentile(name: bytes) -> int:
     """Hash a name to an integer from 0 to 99, which assigns it to training or validation.
 
-    The first 8 bytes of its SHA-256, big-endian, modulo 100. The assignment of a name does not
-    depend on other names, so adding a file never moves another one.
+    The result is the first 8 bytes of the name's SHA-256, as a big-endian number, modulo 100. It
+    depends on no other name, so adding a file never moves another file to a different split.
     """
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % 100

@@ -1,4 +1,4 @@
-"""Index of tar files of images and labels, built from the headers and labels alone.
+"""Index of tar files of images and labels, built by reading only headers and labels.
 
 Python's tarfile reads as many bytes as a header claims before it checks the file size: a file of 4
 KB allocated 300 MB. This reader raises an error if a header claims more than the file contains, or
@@ -43,7 +43,7 @@ class TarMember(NamedTuple):
 
 @dataclass
 class _TarSample:
-    """Tar members of one sample: they share a name, keyed by the suffix after its first dot."""
+    """The tar members of one sample, keyed by the suffix after the first dot of their name."""
 
     name: str
     members: dict[str, TarMember] = field(default_factory=dict)
@@ -194,7 +194,7 @@ def _name(header: bytes) -> str:
 
 
 def _words(file: _BufferedFile, kind: bytes, offset: int, size: int) -> dict[str, str]:
-    """Return the path and size that an extended header gives for the next member."""
+    """Return the fields of an extended header, such as `path` and `size`, for the next member."""
     if offset + size > file.num_bytes:
         raise TarDamageError(f"a header of {size} bytes at byte {offset} exceeds the file")
     if kind in (_LONG_LINK, _GLOBAL_PAX):

@@ -21,7 +21,7 @@ def do(task: dict[str, Any]) -> IndexPart:
 
 
 def serve(tasks: BinaryIO, parts: BinaryIO) -> None:
-    """Run tasks until the input ends; an OSError is returned as a fact of the result."""
+    """Run tasks until the input ends; an OSError is reported in the `facts` of the result."""
     for line in tasks:
         try:
             part = do(json.loads(line))

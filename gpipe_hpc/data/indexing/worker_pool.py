@@ -1,7 +1,7 @@
-"""Parallel execution of indexing tasks in worker processes, or in this process if they are small.
+"""Indexing tasks run in parallel worker processes, or in this process if the files are small.
 
-Workers are new processes, not forks: a fork of a multi-threaded process that has open connections
-to other ranks may deadlock or keep the connections open.
+Workers are spawned, not forked: a fork of a multi-threaded process that has open connections to
+other ranks may deadlock or keep the connections open.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _SAY_EVERY_S: Final = 5.0
 
 
 class IndexingTask(NamedTuple):
-    """Arguments of an indexing task (`worker.do`), the file it reads, and the bytes it reads."""
+    """An indexing task: the arguments of `worker.do`, the file to read, and the number of bytes."""
 
     words: dict[str, Any]
     path: Path
@@ -75,7 +75,7 @@ class IndexingProgress:
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
-        """Add completed bytes and log the progress if it is time."""
+        """Add completed bytes, and log the progress if the last message is a few seconds old."""
         now_s = time.monotonic()
         with self._lock:
             self._done_bytes += num_bytes
@@ -120,7 +120,7 @@ class _WorkerPool:
             threading.Thread(target=self._serve, args=(process,), name=name, daemon=True).start()
 
     def take(self, number: int) -> IndexPart:
-        """Wait for a task and return its result, or raise its error."""
+        """Wait for task `number` to finish; return its result or raise its error."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._parts)
             part = self._parts.pop(number)
