@@ -1,4 +1,4 @@
-"""Layers, skips, tied weights, BatchNorm, losses and the named models of a layered model."""
+"""Layers of a pipeline, long skips, tied weights, BatchNorm, losses and predefined models."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,7 +25,14 @@ from gpipe_hpc.models.counting import (
 )
 from gpipe_hpc.models.cut import layer_stages, long_skips, skip_routes, stage_layers
 from gpipe_hpc.models.direction import looks_back, sees_ahead
-from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
+from gpipe_hpc.models.layers import (
+    Layer,
+    LayerSpec,
+    global_name,
+    layer_name,
+    named_layer_parameters,
+    normalise_layers,
+)
 from gpipe_hpc.models.losses import (
     LossFunction,
     Reductions,
@@ -40,7 +47,6 @@ from gpipe_hpc.models.losses import (
     token_cross_entropy,
     torch_loss,
 )
-from gpipe_hpc.models.naming import global_name, named_layer_parameters
 from gpipe_hpc.models.randomness import (
     GENERATOR_LOCK,
     ProcessStates,

@@ -1,4 +1,4 @@
-"""Count the parameters of models of any size without allocating them."""
+"""Count the parameters of models of any size, without allocating memory for them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,8 +7,7 @@ from torch import nn
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.building import build_abstract, build_layer, refuse_lazy
-from gpipe_hpc.models.layers import Layer, LayerSpec
-from gpipe_hpc.models.naming import global_name, named_layer_parameters
+from gpipe_hpc.models.layers import Layer, LayerSpec, global_name, named_layer_parameters
 from gpipe_hpc.models.ties import find_ties, first_names, parameter_at
 
 
@@ -21,8 +20,8 @@ def layer_parameters(layers: Sequence[Layer]) -> list[int]:
     """Return the number of parameters of each layer, in order.
 
     A `LayerSpec` is built on the meta device, one layer at a time. A parameter shared by several
-    layers counts for the first. Buffers do not count. Raises `ModelError` if a layer cannot be
-    built.
+    layers counts for the first of them; buffers do not count. Raises `ModelError` if a layer cannot
+    be built.
     """
     return [sum(p.numel() for p in owned.values()) for owned in _owned_parameters(layers)]
 
@@ -47,7 +46,7 @@ def sizes_of_layers(layers: Sequence[Layer]) -> list[dict[str, tuple[int, torch.
 
 
 def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield the parameters of each layer that no earlier layer has; a tied parameter comes once."""
+    """Yield each layer's parameters by name, without those that an earlier layer shares."""
     ties = {global_name(*place): tie for tie in find_ties(layers) for place in tie.places}
     shapes: dict[str, torch.Size] = {}
     for index, layer in enumerate(layers):

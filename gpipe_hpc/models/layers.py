@@ -1,6 +1,6 @@
 """Layers of a pipeline: an `nn.Module`, or a `LayerSpec` that builds one where it is needed."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class LayerSpec:
         """Return a copy of this layer with tied parameters.
 
         `names` maps a parameter name within the layer to the name of a tie. All parameters of a tie
-        are one parameter, on any stages, with the initial weights of the first.
+        are the same parameter, on any stages, with the initial weights of the first.
         """
         return self._with(ties=tuple(names.items()))
 
@@ -197,6 +197,17 @@ def _elements(model: object) -> list[object]:
         f"model: not a sequence of layers, expected nn.Sequential or a list of nn.Module and "
         f"LayerSpec, got {type(model).__name__}; put the layers into a list"
     )
+
+
+def global_name(index: int, name: str) -> str:
+    """Return ``layers.<index>.<name>``, the parameter's name in checkpoints and messages."""
+    return f"layers.{index}.{name}"
+
+
+def named_layer_parameters(index: int, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a built layer with their global names, each once."""
+    for name, parameter in layer.named_parameters():
+        yield global_name(index, name), parameter
 
 
 def _checked(index: int, element: object) -> Layer:

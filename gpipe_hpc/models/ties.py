@@ -8,8 +8,7 @@ from torch import nn
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.building import build_abstract, build_layer
-from gpipe_hpc.models.layers import Layer, LayerSpec
-from gpipe_hpc.models.naming import global_name
+from gpipe_hpc.models.layers import Layer, LayerSpec, global_name
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def parameter_at(layer: nn.Module, name: str, where: str) -> nn.Parameter:
 
 
 def replace_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace the parameter `name` under all of its names."""
+    """Replace the parameter `name` of a layer under all names that it has there."""
     first = first_names(layer)
     for each in [other for other, same in first.items() if same == first[name]]:
         owner, _, leaf = each.rpartition(".")
@@ -88,7 +87,7 @@ def first_names(layer: nn.Module) -> dict[str, str]:
 
 
 def _first_names_of(layer: LayerSpec, index: int) -> dict[str, str]:
-    """Return `first_names` of an unbuilt layer; empty if it cannot be built."""
+    """Return `first_names` of an unbuilt layer, or an empty dict if the layer cannot be built."""
     with suppress(ModelError):
         return first_names(build_abstract(layer, index=index))
     with suppress(ModelError):  # some factories read values

@@ -6,7 +6,13 @@ import torch
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
+from gpipe_hpc.models import (
+    LayerSpec,
+    global_name,
+    layer_name,
+    named_layer_parameters,
+    normalise_layers,
+)
 
 
 def test_spec_builds_what_it_describes():
@@ -79,7 +85,7 @@ def test_normalise_accepts_sequences():
 
 
 class Pretrained(nn.Module):
-    """As a model of transformers looks: one module, of a module of that library."""
+    """A module that appears to be defined by transformers."""
 
     __module__ = "transformers.models.gpt2.modeling_gpt2"
 
@@ -87,17 +93,28 @@ class Pretrained(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ([], r"has no layers; add at least one"),
+        ([], r"has no layers"),
         (nn.Sequential(), r"has no layers"),
-        (nn.Linear(2, 2), r"one Linear; pass its parts as nn.Sequential"),
-        (Pretrained(), r"a Pretrained of transformers .*save_pretrained\(folder\).*model\.path="),
+        (nn.Linear(2, 2), r"one Linear; .*nn\.Sequential"),
+        (Pretrained(), r"Pretrained of transformers .*model\.path="),
         ("gpt", r"not a sequence.*got str"),
-        (iter([nn.ReLU()]), r"not a sequence.*put the layers into a list"),
-        ([nn.ReLU(), nn.ReLU], r"layers\.1: .*the class ReLU; write LayerSpec\(ReLU"),
-        ([nn.functional.relu], r"layers\.0: .*callable relu; put the call into the forward"),
+        (iter([nn.ReLU()]), r"not a sequence"),
+        ([nn.ReLU(), nn.ReLU], r"layers\.1: .*LayerSpec\(ReLU"),
+        ([nn.functional.relu], r"layers\.0: .*callable relu"),
         ([nn.ReLU(), None], r"layers\.1: .*got NoneType"),
     ],
 )
 def test_normalise_refuses_and_says_why(model: object, message: str):
     with pytest.raises(ModelError, match=message):
         normalise_layers(model)
+
+
+def test_global_names():
+    assert global_name(4, "weight") == "layers.4.weight"
+    layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert [name for name, _ in named_layer_parameters(7, layer)] == [
+        "layers.7.0.weight",
+        "layers.7.0.bias",
+        "layers.7.1.weight",
+        "layers.7.1.bias",
+    ]
