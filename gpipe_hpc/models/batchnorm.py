@@ -1,4 +1,4 @@
-"""BatchNorm over micro-batches: each is normalised by itself; running statistics follow the batch.
+"""BatchNorm that normalises each micro-batch separately; running statistics use the whole batch.
 
 Within a pipeline, these layers do not update their running statistics but report the moments of
 each micro-batch (`Moments`); the pipeline pools all micro-batches of a step. Outside of a pipeline
@@ -40,9 +40,10 @@ class Moments(NamedTuple):
 
 
 class PipelineStep:
-    """Whether a pipeline step is running, during which running statistics do not change.
+    """State shared by the BatchNorm layers of a pipeline: whether a step is running.
 
-    `sum_over` all-reduces over the replicas that normalise together in that step, None if none do.
+    Running statistics do not change within a step. `sum_over` all-reduces over the replicas that
+    normalise together in the current step; None if each replica normalises by itself.
     """
 
     __slots__ = ("is_active", "sum_over")
@@ -69,7 +70,7 @@ _TOGETHER: Final[ContextVar[SumOver | None]] = ContextVar("gpipe_hpc_normalise",
 
 @contextmanager
 def normalising_together(sum_over: SumOver) -> Iterator[None]:
-    """Let BatchNorm layers normalise with statistics over all replicas that enter this context.
+    """Context in which BatchNorm layers use statistics over all replicas that enter it.
 
     `sum_over` is called once in the forward of each layer and once in its backward.
     """
@@ -128,7 +129,7 @@ _OURS: Final[Mapping[type[nn.Module], type[nn.Module]]] = MappingProxyType(
 
 
 class Conversion(NamedTuple):
-    """Result of `convert_batchnorm`: names of converted modules, and of those left unchanged."""
+    """Result of `convert_batchnorm`: names of the converted modules and of those left unchanged."""
 
     converted: tuple[str, ...]
     left: tuple[str, ...]
@@ -219,12 +220,15 @@ def _forward(layer: PooledBatchNorm, input: Tensor, plain: Callable[[Tensor], Te
 
 
 def _is_rerun() -> bool:
-    """Return whether this is a recomputed forward that runs within a backward."""
+    """Return whether this forward is a recomputation, which runs within a backward."""
     return not torch.compiler.is_compiling() and current_graph_task_id() != -1
 
 
 def _sum_over(layer: PooledBatchNorm, is_first: bool) -> SumOver | None:
-    """Return the function to all-reduce statistics with; a recomputed forward uses the same one."""
+    """Return the function that all-reduces a layer's statistics, or None if replicas are separate.
+
+    A recomputed forward (`is_first` is False) uses the function of the first forward.
+    """
     if not is_first:
         return layer.within.sum_over
     sum_over = _TOGETHER.get()

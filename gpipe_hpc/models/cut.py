@@ -1,4 +1,4 @@
-"""Layers and skips of the stages of a partition.
+"""Which layers and skips belong to the stages of a partition.
 
 A partition is given as `counts`, the number of layers of each stage, in order.
 """
@@ -34,5 +34,5 @@ def skip_routes(skips: Sequence[Skip], counts: Sequence[int]) -> dict[tuple[int,
 
 
 def long_skips(routes: Mapping[tuple[int, int], Sequence[Skip]]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages, at least two apart, that skips connect: `Schedule.skips`."""
+    """Return the pairs of stages (source, destination) at least two apart that skips connect."""
     return tuple(route for route in routes if route[1] > route[0] + 1)

@@ -6,16 +6,19 @@ from gpipe_hpc.models.layers import Layer, LayerSpec
 
 
 def sees_ahead(layers: Sequence[Layer]) -> bool:
-    """Return whether a layer is known to use later positions (bidirectional attention).
+    """Return whether a layer is known to use later positions, as in bidirectional attention.
 
-    Such a model sees the next token, so it cannot be trained to predict it. A layer declares this
-    by a true attribute `sees_ahead` of its class or of an argument; without it, False is returned.
+    Such a model sees the next token, so it cannot be trained to predict the next token. A layer
+    declares this by an attribute `sees_ahead` = True of its class or of one of its arguments.
     """
     return _declares(layers, "sees_ahead")
 
 
 def looks_back(layers: Sequence[Layer]) -> bool:
-    """Return whether the model is known to be a causal language model; see `sees_ahead`."""
+    """Return whether the model is known to be a causal language model.
+
+    A layer declares this by an attribute `looks_back` = True, in the same way as `sees_ahead`.
+    """
     return _declares(layers, "looks_back") and not sees_ahead(layers)
 
 

@@ -34,10 +34,10 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 def token_cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy in nats and the number of tokens that count.
+    """Return the summed cross-entropy in nats and the number of tokens that are not ignored.
 
-    ``logits`` has shape [..., V]; ``targets`` [...] are class indices, of which ``ignore_index``
-    does not count. 16-bit logits are summed in float32.
+    ``logits`` has shape [..., V]; ``targets`` [...] are class indices, of which ``ignore_index`` is
+    ignored. 16-bit logits are summed in float32.
     """
     if logits.shape[:-1] != targets.shape:
         raise ModelError(
@@ -53,10 +53,10 @@ def token_cross_entropy(
 
 
 def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of next-token prediction and the number of tokens that count.
+    """Return the summed cross-entropy of next-token prediction and the number of counted tokens.
 
     ``logits`` has shape [B, S, V]. ``labels`` [B, S] are not shifted, as in transformers: position
-    i predicts label i + 1. Labels equal to ``ignore_index`` do not count. If targets are already
+    i predicts label i + 1. Labels equal to ``ignore_index`` are ignored. If targets are already
     shifted, as in gpipe_hpc's own data sets, use `token_cross_entropy`.
     """
     if logits.shape[:-1] != labels.shape or labels.dim() != 2:
@@ -97,10 +97,10 @@ def classification_with_auxiliary(
 def segmentation(
     logits: Tensor, masks: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Return the summed cross-entropy in nats, the number of pixels that count, and the accuracy.
+    """Return the summed cross-entropy in nats, the number of counted pixels, and the accuracy.
 
     ``logits`` has shape [B, C, H, W]; ``masks`` [B, H, W] are class indices, of which
-    ``ignore_index`` does not count. With C = 1, masks are 0 or 1, and the logit is that of class 1.
+    ``ignore_index`` is ignored. With C = 1, masks are 0 or 1, and the logit is that of class 1.
     """
     expected = [logits.shape[0], *logits.shape[2:]]
     if logits.ndim != 4 or list(masks.shape) != expected:
@@ -159,7 +159,7 @@ def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 
 def _reshape(output: Tensor, target: Tensor) -> str:
-    """Return the remedy for different shapes."""
+    """Return advice for an error message on how to make the shapes of output and target equal."""
     if target.ndim == output.ndim - 1 and output.shape[-1] > 1:
         return (
             "if the targets are classes, convert them to integers with targets.long() (on the "
@@ -199,7 +199,7 @@ def loss_function(name: str) -> LossFunction:
 
 
 class TorchLoss(NamedTuple):
-    """Reduction of one of torch's own losses.
+    """How one of torch's own losses reduces its elements.
 
     Attributes:
         reduction: ``mean``, ``sum`` or ``none``.
@@ -214,9 +214,9 @@ class TorchLoss(NamedTuple):
     def weight_of(self, target: Any, num_samples: int) -> Tensor | float:
         """Return the weight of a micro-batch's mean in the mean over the whole batch.
 
-        This is the number of samples times the share of targets that count: exactly the number of
-        samples if all do. Returns a tensor if it depends on values, without synchronising with the
-        device.
+        This is the number of samples times the fraction of targets that are not ignored: exactly
+        the number of samples if all count. Returns a tensor if it depends on values, without
+        synchronising with the device.
         """
         if self.ignore_index is None:
             return float(num_samples)
@@ -289,7 +289,7 @@ _MULTIPLIES: Final = frozenset({"__mul__", "__rmul__", "__imul__", "mul"})
 
 
 class Reductions(TorchFunctionMode):
-    """Mode that observes the sums and means that a user's loss computes.
+    """Torch function mode that detects whether a user's loss returns a sum or a mean.
 
     A scalar is known to be a sum if nothing was divided or scaled on the way to it. It is known to
     be a mean if torch computed a mean, or if it is a sum of means. Reductions of a single element
@@ -378,7 +378,7 @@ class Reductions(TorchFunctionMode):
 
 
 def _is_loss(function: Any) -> bool:
-    """Return whether a torch function is a loss with a reduction."""
+    """Return whether a torch function is a loss that has a keyword `reduction`."""
     name = _name_of(function)
     is_named_so = (
         name.endswith(("loss", "cross_entropy", "entropy_with_logits")) or name == "kl_div"

@@ -85,14 +85,14 @@ def init_key(seed: int, layer: int) -> int:
 
 
 def microbatch_prefix(seed: int, step: int, microbatch: int) -> int:
-    """Return the part of a micro-batch's keys that is common to all layers, for `layer_key`."""
+    """Return the hash state common to a micro-batch's keys of all layers, for `layer_key`."""
     assert step >= 0, f"step {step} is negative"
     assert microbatch >= 0, f"micro-batch index {microbatch} is negative"
     return _absorb(_absorb(_absorb(_absorb(0, _MICROBATCH), seed), step), microbatch)
 
 
 def layer_key(prefix: int, layer: int) -> int:
-    """Return the key of a layer, given the prefix of its micro-batch (0 <= key < 2**63)."""
+    """Return the seed of a layer's forward, given its micro-batch's prefix (0 <= key < 2**63)."""
     return _absorb(prefix, layer) & (_MASK >> 1)
 
 
@@ -145,7 +145,7 @@ def _mix64(z: Words) -> Words:
 
 
 class ProcessStates(NamedTuple):
-    """The states of Python's and NumPy's global generators."""
+    """Snapshot of the states of Python's and NumPy's global generators."""
 
     python: tuple[Any, ...]
     numpy: Any
@@ -156,14 +156,14 @@ class ProcessStates(NamedTuple):
         return cls(random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
-        """Restore these states."""
+        """Set the generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 
 @contextmanager
 def process_generators_kept() -> Iterator[None]:
-    """Restore Python's and NumPy's global generators on exit."""
+    """Context that restores Python's and NumPy's global generators on exit."""
     states = ProcessStates.now()
     try:
         yield

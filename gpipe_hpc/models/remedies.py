@@ -1,4 +1,4 @@
-"""Remedies for common errors of torch in layers and losses, recognised by their messages."""
+"""Remedies for common errors of torch in layers and losses, recognised by their error messages."""
 
 import re
 from typing import Final, NamedTuple
@@ -7,7 +7,7 @@ from gpipe_hpc.errors import GpipeError, ModelError, words_of
 
 
 class _Known(NamedTuple):
-    """A pattern of error messages and the remedy."""
+    """A regular expression for error messages of torch, and the remedy to show."""
 
     text: "re.Pattern[str]"
     remedy: str
@@ -113,7 +113,7 @@ def is_shape_mistake(error: BaseException | None) -> bool:
 
 
 def with_remedy(error: BaseException, otherwise: str) -> str:
-    """Return class, text and remedy of an error; messages of gpipe_hpc are returned unchanged."""
+    """Return class, text and remedy of an error, or only the text of an error of gpipe_hpc."""
     if isinstance(error, GpipeError):
         return str(error)
     return f"{words_of(error)}; {remedy_of(error) or otherwise}"

@@ -1,7 +1,7 @@
-"""Reports that layers and losses make in a forward: additional losses, metrics, statistics.
+"""Values that layers and losses report in a forward: additional losses, metrics, statistics.
 
-A layer calls `add_loss` or `add_metric` in its forward. A caller that runs it within `reporting`
-collects these for the current micro-batch. Outside of `reporting` they are ignored.
+A layer calls `add_loss` or `add_metric` in its forward. A caller that runs the layer within
+`reporting` collects these for the current micro-batch. Outside of `reporting` they are ignored.
 """
 
 from contextvars import ContextVar
@@ -20,7 +20,7 @@ Number = Tensor | float
 
 @dataclass
 class Reports:
-    """Reports of one run of layers.
+    """Values that layers reported while they ran.
 
     Attributes:
         losses: sums by name, with autograd graph.
@@ -37,7 +37,7 @@ class Reports:
         return bool(self.losses or self.metrics or self.statistics)
 
     def take(self) -> "Reports":
-        """Return the reports since the last call, and reset."""
+        """Return the values reported since the last call, and clear them."""
         taken = Reports(self.losses, self.metrics, self.statistics)
         self.losses, self.metrics, self.statistics = {}, {}, []
         return taken
@@ -90,7 +90,7 @@ def add_metric(name: str, total: Number, weight: Number = 1.0) -> None:
 
 
 class reporting:
-    """Context manager that collects the reports of this thread."""
+    """Context manager that collects the values that layers report in this thread."""
 
     __slots__ = ("_reports", "_token")
 
@@ -98,7 +98,7 @@ class reporting:
         self._reports = reports
 
     def __enter__(self) -> Reports:
-        """Start to collect reports and return the collector."""
+        """Start collecting, and return the collector."""
         self._token = CURRENT_REPORTS.set(self._reports)
         return self._reports
 
@@ -108,7 +108,7 @@ class reporting:
 
 
 def current_reports() -> Reports | None:
-    """Return the current collector of reports, or None outside of a pipeline."""
+    """Return the collector of this thread, or None if no `reporting` context is active."""
     return CURRENT_REPORTS.get()
 
 

@@ -15,7 +15,7 @@ from gpipe_hpc.pytree import tensors_of
 
 
 class Skip(NamedTuple):
-    """A stash and its pop: the indices of the two layers, and the name."""
+    """A value that one layer stashes and a later one pops: indices of both layers, and its name."""
 
     source: int
     destination: int
@@ -23,7 +23,7 @@ class Skip(NamedTuple):
 
 
 class SkipNames(NamedTuple):
-    """Names that a layer stashes and pops, in the order of its results and arguments."""
+    """Names of the values that a layer stashes and pops, in order of its results and arguments."""
 
     stashes: tuple[str, ...] = ()
     pops: tuple[str, ...] = ()

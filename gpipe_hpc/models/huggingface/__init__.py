@@ -1,4 +1,4 @@
-"""Hugging Face transformers models as sequences of layers.
+"""Conversion of Hugging Face transformers models to sequences of layers.
 
 The libraries transformers and safetensors are optional; they are imported on first use.
 """

@@ -74,7 +74,7 @@ class Blueprint:
 
     @property
     def sees_ahead(self) -> bool:
-        """Return whether blocks attend to later positions, as in an encoder."""
+        """Return whether attention includes later positions, as in an encoder."""
         blocks = self.model.get_submodule(self.structure.blocks)
         return any(getattr(part, "is_causal", None) is False for part in blocks.modules())
 
@@ -84,7 +84,7 @@ class Blueprint:
         return self.structure.main_input == "input_ids" and not self.sees_ahead
 
     def check_bytes(self) -> None:
-        """Raise ConfigError if the tokens of the model are not the bytes of a text."""
+        """Raise ConfigError if the model's tokens are not bytes, as byte data sets need."""
         found = tokenizer_file(self.source)
         vocabulary = self.model.config.get_text_config().vocab_size
         if found is None and vocabulary <= _MOST_BYTES:
@@ -99,7 +99,7 @@ class Blueprint:
 
     @property
     def most_positions(self) -> int | None:
-        """Return the longest allowed sequence, or None if there is no limit."""
+        """Return the maximum sequence length, or None if there is no limit."""
         found = [value for _, _, value in dynamic_rotary_embeddings(self.model)]
         return min(found, default=None)
 
@@ -125,9 +125,9 @@ class Blueprint:
         return copy.deepcopy(module, {id(config): config, **(instead or {})})
 
     def fill(self, layer: nn.Module, path: str, part: nn.Module | None = None) -> None:
-        """Give a layer its weights, loaded from the folder or initialised as transformers does.
+        """Set a layer's weights, loaded from the folder or initialised as transformers does.
 
-        Draws from torch's generator, which the caller has seeded. Does nothing on the meta device.
+        Uses torch's generator, which the caller has seeded. Does nothing on the meta device.
 
         Args:
             layer: the layer, allocated here.
@@ -157,10 +157,10 @@ class Blueprint:
             module.__dict__.pop(_INITIALISED, None)
 
     def possibly_unset(self) -> list[str]:
-        """Return names of tensors that neither the folder nor transformers' initialisation may set.
+        """Return the names of tensors that are not in the folder and may not be initialised either.
 
-        Without values, only in-place writes are observed, and not those of all torch functions; of
-        equal blocks only the first is checked. `fill` checks the actual values.
+        This is an estimate on the meta device: it observes only in-place writes, not those of all
+        torch functions, and checks only the first of equal blocks. `fill` checks the actual values.
         """
         first: dict[str, nn.Module] = {}
         blocks = self.model.get_submodule(self.structure.blocks).children()
@@ -211,7 +211,7 @@ class Blueprint:
         return loaded
 
     def _model_around(self, path: str, part: nn.Module) -> Any:
-        """Return the model with real values for one part, and stand-ins for the blocks."""
+        """Return a copy of the model with `part` at `path`, and with stand-ins for the blocks."""
         if not path:
             return part
         model = self.model
@@ -223,9 +223,10 @@ class Blueprint:
         return whole
 
     def _initialise(self, part: nn.Module, whole: Any) -> None:
-        """Initialise tensors of a part that are not loaded, in the order of transformers.
+        """Initialise the tensors of a part that are not loaded, in the same order as transformers.
 
-        Children come first; a model may visit the parameters of all its parts once more.
+        Submodules come before the module that contains them. The outer model may initialise
+        parameters of the part a second time.
         """
 
         def go(module: nn.Module, responsible: Any, within: bool) -> None:
@@ -248,7 +249,7 @@ class Blueprint:
         return stored
 
     def companion_files(self, dtype: torch.dtype) -> dict[str, Companion]:
-        """Return the files that accompany the weights, by name: contents, or paths to copy."""
+        """Return the files that accompany the weights: contents, or paths to copy, by file name."""
         entries = stored_config(self.source)
         if entries is None:
             entries = json.loads(self.model.config.to_json_string())
@@ -276,7 +277,7 @@ def _filled_with_nan(layer: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype, so that constants are computed as transformers does."""
+    """Context that sets torch's default dtype, so that constants equal those of transformers."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -44,7 +44,7 @@ def huggingface_layers(
             them.
         attention: ``eager`` or ``sdpa``; None means the default of transformers.
         dtype: dtype of the weights.
-        fresh: name patterns (``classifier.*``) of tensors to initialise again.
+        fresh: name patterns (``classifier.*``) of tensors to initialise instead of loading.
 
     Raises:
         ModelError: the folder or the model cannot be used.
@@ -76,7 +76,7 @@ def huggingface_layers(
 
 
 def _check_ends(blueprint: Blueprint) -> None:
-    """Run all layers but the blocks on the meta device; raise if the shape of logits differs."""
+    """Run all layers but the blocks on the meta device; raise if the logits' shape is wrong."""
     parts = blueprint.structure
     inputs = example_inputs(blueprint.model)
     hidden = HuggingFaceEmbedding(blueprint)(inputs).hidden

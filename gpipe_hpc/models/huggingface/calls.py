@@ -1,4 +1,4 @@
-"""Arguments with which a transformers model calls its blocks, besides the hidden states."""
+"""The call of a transformers model's block, separated into hidden states and other arguments."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _PLAIN: Final = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.S
 
 
 class Call(NamedTuple):
-    """Arguments of one call of a block, with the hidden states separated."""
+    """The hidden states and the other arguments of one call of a block."""
 
     hidden: Tensor
     leaves: list[Any]
@@ -39,13 +39,13 @@ class Call(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Structure of a call: containers of its arguments, and whether hidden states go by name."""
+    """Structure of a block's arguments, and whether hidden states are passed by keyword."""
 
     tree: Tree
     by_name: bool
 
     def call(self, block: nn.Module, hidden: Tensor, leaves: Sequence[Any]) -> Any:
-        """Call a block with hidden states and argument leaves."""
+        """Call a block with hidden states and the leaves of its other arguments."""
         args, kwargs = unflatten(leaves, self.tree)
         if self.by_name:
             return block(*args, **{HIDDEN: hidden}, **kwargs)
@@ -78,7 +78,7 @@ def same_values(one: Tensor, other: object) -> bool:
 
 
 def unknown(where: str, what: str, got: str) -> ModelError:
-    """Return the error for a model that cannot be split into layers."""
+    """Return the error for a model that this package cannot split into layers."""
     return ModelError(
         f"huggingface: {where} {what}, expected a model of consecutive blocks, each called with "
         f"the hidden states and tensors that need no gradient, got {got}; this model cannot be "

@@ -1,7 +1,7 @@
 """Files that accompany a model's weights: config, tokenizer, generation settings and so on.
 
-All are copied unchanged, except that the dtype of the weights is set in config.json, and the class
-of the model if none is named.
+Exports contain unchanged copies, except that config.json receives the dtype of the weights, and the
+class of the model if the original names none.
 """
 
 import copy

@@ -141,7 +141,7 @@ def empty_model(config: Any, attention: str | None, dtype: str) -> Any:
 
 
 def _task(config: Any) -> Any:
-    """Return the auto class of transformers for the architecture that the config names."""
+    """Return the auto class of transformers that builds the model of a config."""
     library = transformers()
     named = getattr(config, "architectures", None)
     for auto in (library.AutoModelForCausalLM, library.AutoModelForImageClassification):

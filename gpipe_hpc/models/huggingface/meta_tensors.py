@@ -1,4 +1,4 @@
-"""Run a model on tensors without values along the code path that it takes with values."""
+"""Running of models on tensors without values, along the same code path as with values."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _GROUPED: Final = tuple(
 
 
 class TrueConditions(TorchFunctionMode):
-    """Mode in which boolean conditions on tensors without values are true.
+    """Torch function mode in which boolean conditions on tensors without values are true.
 
     transformers checks whether all tokens are unmasked, and whether all positions belong to one
     sequence, to omit masks that mask nothing. Grouped matmuls of experts have a meta kernel only
@@ -54,7 +54,7 @@ def is_valueless(tensor: Tensor) -> bool:
 
 @contextmanager
 def run_without_values(given: Tensor) -> Iterator[None]:
-    """Make a model take the code path of an eager run if `given` has no values.
+    """Context in which a model takes the code path of an eager run, if `given` has no values.
 
     transformers treats a FakeTensor as a sign that a graph is traced for all values. It then builds
     every mask, while an eager run omits masks that mask nothing.

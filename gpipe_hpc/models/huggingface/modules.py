@@ -1,7 +1,7 @@
-"""The layers of a transformers model; each runs a part of its code under the model's own names.
+"""The layers of a transformers model; each runs a part of the model's code.
 
-The layers pass on a `Boundary`: the hidden states and the other arguments of the blocks (masks,
-positions, rotary angles), each tensor once.
+Parameters keep their names in the model. The layers pass on a `Boundary`: the hidden states and the
+other arguments of the blocks (masks, positions, rotary angles), each tensor once.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ class HuggingFaceLayer(nn.Module):
             )
 
     def companion_files(self, dtype: torch.dtype) -> dict[str, Companion]:
-        """Return the files that accompany exported weights, by name: contents, or paths to copy."""
+        """Return the files that accompany the weights: contents, or paths to copy, by file name."""
         return self.blueprint.companion_files(dtype)
 
     def _place(self, path: str, module: nn.Module) -> None:
@@ -104,7 +104,7 @@ def _change(name: str, tensor: Tensor, known: Tensor | None) -> str:
 
 
 class HuggingFaceEmbedding(HuggingFaceLayer):
-    """First layer: runs the core's forward up to the blocks and records how it calls them.
+    """First layer: runs the model's code before the blocks and records the arguments of the blocks.
 
     Takes token ids [B, S] or images [B, C, H, W], or a dictionary of these with an attention_mask
     [B, S] (1 for tokens, 0 for padding) or position_ids [B, S].
@@ -186,7 +186,7 @@ def _boundary(calls: list[Call]) -> Boundary:
 
 
 class HuggingFaceBlock(HuggingFaceLayer):
-    """Block `index` of the model; the last one returns hidden states only."""
+    """Transformer block `index` of the model; the last one returns hidden states only."""
 
     def __init__(self, blueprint: Blueprint, index: "BlockIndex") -> None:
         super().__init__(blueprint)
@@ -235,12 +235,12 @@ class HuggingFaceNorm(HuggingFaceLayer):
         self._fill(path)
 
     def forward(self, hidden: Tensor) -> Any:
-        """Run the module."""
+        """Apply the module to the hidden states."""
         return self.get_submodule(self._path)(hidden)
 
 
 class HuggingFaceHead(HuggingFaceLayer):
-    """Last layer: runs the model's forward on given core outputs, from hidden states to logits."""
+    """Last layer: runs the model's code after the blocks and norm, from hidden states to logits."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint)

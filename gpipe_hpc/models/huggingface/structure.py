@@ -25,7 +25,7 @@ LAST: Final = "last_hidden_state"
 
 
 class Structure(NamedTuple):
-    """Module paths of the parts of a model, and how they are called."""
+    """Module paths of the parts of a model, and the arguments with which they are called."""
 
     core: str
     blocks: str
@@ -52,7 +52,7 @@ class _ModuleCall(NamedTuple):
 
 @dataclass
 class _Trace:
-    """Recorded calls in the core, in order: blocks, and other modules that it calls directly."""
+    """Recorded calls within the core, in order: blocks, and other modules called directly."""
 
     core_calls: list[_ModuleCall] = field(default_factory=list)
     steps: list[_ModuleCall] = field(default_factory=list)
@@ -80,7 +80,10 @@ def find_structure(model: nn.Module) -> Structure:
 
 
 class _CoreIsOuterModule(Exception):
-    """The candidate for the core is called with computed tensors instead of the model's inputs."""
+    """Raised if a module cannot be the core because its inputs are not those of the model.
+
+    The module that calls it is the next candidate for the core.
+    """
 
     def __init__(self, reason: ModelError) -> None:
         super().__init__(str(reason))
@@ -112,7 +115,7 @@ def _structure_under(model: nn.Module, core: str, blocks: str, kind: str) -> Str
 
 
 def _runs_of_blocks(model: nn.Module, blocks: str, trace: _Trace, kind: str) -> list[_ModuleCall]:
-    """Return the calls of the blocks.
+    """Return the recorded calls of the blocks, in order.
 
     Raises ModelError unless each block runs once, in order, on the output of the previous one.
     """
@@ -183,7 +186,7 @@ def _largest_list(model: nn.Module, kind: str) -> str:
 
 @contextmanager
 def _traced(model: nn.Module, core: str, blocks: str, trace: _Trace) -> Iterator[None]:
-    """Record the calls of the core, of the blocks, and of modules that the core calls directly."""
+    """Context that records calls of the core, its blocks, and other modules called directly."""
     handles = []
     for path, module in model.named_modules():
         # Modules between the core and its blocks (an encoder) are not recorded themselves.

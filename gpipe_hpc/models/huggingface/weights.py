@@ -28,7 +28,7 @@ class TensorLocation(NamedTuple):
 
 
 class WeightFolder:
-    """The tensors of a folder, by the model's names. Opening reads only the headers."""
+    """The tensors of a folder of safetensors files, by the model's names; read on demand."""
 
     def __init__(self, folder: Path, places: Mapping[str, TensorLocation]) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ def open_weights(folder: Path, model: Any, fresh: Iterable[str] = ()) -> WeightF
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: those of the index, or the single one."""
+    """Return the weight files of a folder: those that its index lists, or the single file."""
     index = folder / INDEX_FILE
     if index.exists():
         try:
@@ -136,7 +136,7 @@ def _header(file: Path) -> dict[str, tuple[TensorLocation, Shape]]:
 def _renamed(
     model: Any, stored: Mapping[str, tuple[TensorLocation, Shape]]
 ) -> dict[str, tuple[str, tuple[TensorLocation, Shape]]]:
-    """Key stored tensors by the model's names; files may use older names or lack the prefix."""
+    """Return stored tensors by the model's names; files may use older names or lack the prefix."""
     loading = transformers_part("core_model_loading")
     mapping = transformers_part("conversion_mapping").get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]

@@ -1,1 +1,1 @@
-"""The named models, each a sequence of layers."""
+"""The predefined models, each a sequence of layers."""

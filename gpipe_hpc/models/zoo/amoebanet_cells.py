@@ -39,7 +39,7 @@ class FactorizedReduce(nn.Module):
 
 
 def relu_conv_norm(num_inputs: int, num_outputs: int) -> nn.Module:
-    """Return ReLU, 1 x 1 convolution and BatchNorm."""
+    """Return a sequence of ReLU, 1 x 1 convolution and BatchNorm."""
     return nn.Sequential(*_unit(num_inputs, num_outputs))
 
 
@@ -138,7 +138,7 @@ States = tuple[Tensor, Tensor]
 
 
 class Cell(nn.Module):
-    """One cell: (the last output, the one before that) -> (its own output, the last one).
+    """One cell: maps (last output, output before it) to (the cell's output, last output).
 
     The first cell takes one tensor for both inputs.
 
@@ -168,7 +168,7 @@ class Cell(nn.Module):
         )
 
     def forward(self, inputs: Tensor | States) -> States:
-        """Return this cell's output, and the input that the next cell needs too."""
+        """Return this cell's output and its last input, both of which the next cell needs."""
         last, before = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         states = [self.squeeze_last(last), self.squeeze_before(before)]
         sources = [state for state, _ in self.genotype.operations]

@@ -1,4 +1,4 @@
-"""Registry of the named models."""
+"""Registry of the predefined models by name."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from gpipe_hpc.models.zoo.vgg import build_vgg
 
 
 def _gpt2(name: str, **sizes: Any) -> dict[str, Callable[..., list[LayerSpec]]]:
-    """Return a GPT-2 as published, and the same with an untied head."""
+    """Return builders, by name, of a published GPT-2 and of its variant with an untied head."""
     build = partial(build_gpt, vocab_size=50257, block_size=1024, **sizes)
     return {name: partial(build, tied=True), f"{name}_untied": build}
 

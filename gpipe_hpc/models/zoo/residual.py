@@ -1,10 +1,10 @@
-"""Shortcuts around a few layers: one layer stashes its input, a later one pops and adds it."""
+"""Layers for residual shortcuts: one layer stashes its input, and a later one pops and adds it."""
 
 from torch import Tensor, nn
 
 
 class Stash(nn.Module):
-    """Layer that returns its input and stashes it for a later layer: x -> (x, x)."""
+    """Layer that returns its input and also stashes it for a later layer: x -> (x, x)."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input twice."""

@@ -23,7 +23,7 @@ _EXPANSION = 4  # output channels of a bottleneck block per channel of its 3 x 3
 
 
 class ResNetConv(nn.Conv2d):
-    """A convolution without bias that keeps the size: [B, C, H, W] -> [B, C', H, W]."""
+    """A padded convolution without bias: [B, C, H, W] -> [B, C', H / stride, W / stride]."""
 
     def __init__(
         self, num_inputs: int, num_outputs: int, kernel_size: int, stride: int = 1
@@ -35,7 +35,7 @@ class ResNetConv(nn.Conv2d):
 
 
 class ResNetProjection(ProjectedAdd):
-    """Layer that adds a shortcut with another number of channels or another image size."""
+    """Layer that adds a shortcut after a convolution has matched its channels and image size."""
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int) -> None:
         conv = ResNetConv(num_inputs, num_outputs, 1, stride)
@@ -133,7 +133,7 @@ def _check(
 
 
 def _blocks(num_blocks: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-    """Yield (group, name of the shortcut, stride) of every block."""
+    """Yield (group index, name of the shortcut, stride) of every block."""
     for group, number in enumerate(num_blocks):
         for block in range(number):
             yield group, f"shortcut{group}.{block}", 2 if group > 0 and block == 0 else 1

@@ -34,7 +34,7 @@ class PreActConv(nn.Conv2d):
 
 
 class PreActProjection(ProjectedAdd):
-    """Layer that adds a shortcut, projected by a convolution without norm."""
+    """Layer that adds a shortcut after projecting it by a convolution without norm."""
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int, bias: bool) -> None:
         super().__init__(PreActConv(num_inputs, num_outputs, 1, stride, bias))

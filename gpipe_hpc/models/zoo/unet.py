@@ -25,7 +25,7 @@ from gpipe_hpc.models.zoo.residual import Stash
 
 
 class Join(nn.Module):
-    """Layer that concatenates the encoder's output: [B, C, h, w], [B, C', H, W] -> [B, C+C', H, W].
+    """Layer that appends the encoder's channels: [B, C, h, w], [B, C', H, W] -> [B, C+C', H, W].
 
     The input is padded with zeros at the bottom and right, because pooling of odd sizes drops
     pixels.
@@ -48,9 +48,9 @@ def build_unet(
     """Return a U-Net of ``num_convs`` convolutions per level: 21 + 44 ``num_convs`` layers.
 
     ``base_channels`` is the number of channels of the first level; each of ``depth`` levels below
-    has twice as many. (For other depths d: 4 d + 1 + (8 d + 4) ``num_convs`` layers, d skips.)
-    ``num_classes`` is the number of output channels, ``dropout`` the share of channels zeroed after
-    each convolution.
+    has twice as many. (With another depth d, the model has 4 d + 1 + (8 d + 4) ``num_convs`` layers
+    and d skips.) ``num_classes`` is the number of output channels, ``dropout`` the fraction of
+    channels zeroed after each convolution.
 
     Raises:
         ModelError: a size is invalid.

@@ -1,12 +1,12 @@
 """The VGG family as a sequence of layers, without batch normalisation.
 
-Simonyan and Zisserman, Very deep convolutional networks for large-scale image recognition, 2015,
-in torchvision's form. Every convolution, ReLU and pooling is a separate layer::
+Simonyan and Zisserman, Very deep convolutional networks for large-scale image recognition, 2015, in
+torchvision's form. Every convolution, ReLU and pooling is a separate layer::
 
     (conv, relu) x n, pool | ... | average, flatten | linear, relu, dropout, ... | linear
 
 Shapes: images [B, C, H, W], logits [B, classes]. Pooling averages to 7 x 7 before the classifier,
-so images may have any size of which the poolings leave a pixel: at least 32 a side for five.
+so images may have any size that leaves a pixel after all poolings: at least 32 a side for five.
 """
 
 from collections.abc import Sequence
