@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests use."""
+"""Fixtures for tests in several folders."""
 
 import contextlib
 import gc
@@ -32,29 +32,29 @@ from tests import support
 from tests.support import patience
 from tests.tiers import is_left_out, sort_into_tiers
 
-# How long an example takes says nothing on a machine that others use too.
+# No deadline: the duration of an example varies on a busy machine.
 hypothesis.settings.register_profile("gpipe_hpc", deadline=None)
 hypothesis.settings.load_profile("gpipe_hpc")
 
-# Two cores and many small tensors: threads only get in each other's way.
+# With two cores and small tensors, more threads only slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let tests that hold training against a plain loop run on an accelerator."""
+    """Add the option --device, which runs comparisons with a plain loop on an accelerator."""
     parser.addoption("--device", default="cpu", help="cpu, or an accelerator as torch calls it")
 
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> Device:
-    """Return the device that tests of exactness run on: the CPU, or what --device names."""
+    """Return the device for tests of exactness: the CPU, or the accelerator given by --device."""
     kind = request.config.getoption("--device")
     return HostDevice() if kind == "cpu" else Accelerator(torch.device(kind, 0))
 
 
 @pytest.fixture(scope="session")
 def on_threads(device: Device) -> Callable[..., list[Any]]:
-    """Return what runs `body(world)` on ranks that are threads and compute on that device."""
+    """Return a function that runs `body(world)` on ranks that are threads and use `device`."""
 
     def own(rank: int) -> Device:
         device.use()
@@ -64,34 +64,34 @@ def on_threads(device: Device) -> Callable[..., list[Any]]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files of which ``-m`` takes no test: importing them takes as long as many tests."""
+    """Skip files without tests that ``-m`` selects, since importing them takes time."""
     if not collection_path.name.startswith("test_"):
         return None
     path = collection_path.relative_to(config.rootpath).as_posix()
     return True if is_left_out(path, config.option.markexpr) else None
 
 
-@pytest.hookimpl(tryfirst=True)  # ahead of -m, which reads the markers
+@pytest.hookimpl(tryfirst=True)  # before -m, which reads the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what only the longer targets of the Makefile run."""
+    """Mark the tests that only the longer targets of the Makefile run."""
     sort_into_tiers(items)
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is there by now out of all garbage collections: a full one took 0.4 s."""
+    """Exclude existing objects from garbage collection: a full collection took 0.4 s."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """Return the folder of the repository."""
+    """Return the root folder of the repository."""
     return Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def environ() -> dict[str, str]:
-    """Return an environment that no launcher has touched."""
+    """Return the environment without PYTHONPATH and variables of torchrun, MPI and Slurm."""
     torchrun = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     unwanted = (*torchrun, "OMPI_", "PMI_", "MV2_", "MPI_", "SLURM_", "GLOO_", "PYTHONPATH")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
@@ -99,7 +99,7 @@ def environ() -> dict[str, str]:
 
 
 def wait_until(holds: Callable[[], object], limit_s: float, what: str) -> None:
-    """Return once `holds()` is true; fail after `limit_s` seconds, on a busy machine later."""
+    """Wait until `holds()` is true; fail after `limit_s` seconds, extended on a busy machine."""
     began_s = time.monotonic()
     while not holds():
         waited_s = time.monotonic() - began_s
@@ -115,7 +115,7 @@ def until() -> Callable[..., None]:
 
 
 class ProcessServer:
-    """tests/process_server.py under way."""
+    """Client of a running tests/process_server.py."""
 
     def __init__(self) -> None:
         script = Path(__file__).with_name("process_server.py")
@@ -124,7 +124,7 @@ class ProcessServer:
         )
 
     def ask(self, **request: object) -> int | None:
-        """Send a request; return the answer."""
+        """Send a request and return the response."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -132,7 +132,7 @@ class ProcessServer:
         return answer
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self._process.communicate()
 
 
@@ -144,7 +144,7 @@ def process_server() -> Iterator[ProcessServer]:
 
 
 class Command:
-    """One `python -m <module>` under way; its output is both streams together."""
+    """A process that runs `python -m <module>`; stdout and stderr are one output."""
 
     def __init__(self, server: ProcessServer, path: Path, **request: object) -> None:
         self._server, self._path = server, path
@@ -155,18 +155,18 @@ class Command:
 
     @property
     def code(self) -> int | None:
-        """Return the exit code as subprocess gives it, None while the process runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
         if self._code is None:
             self._code = self._server.ask(what="poll", pid=self.pid)
         return self._code
 
     @property
     def output(self) -> str:
-        """Return what came out so far."""
+        """Return the output so far."""
         return self._path.read_text(errors="replace") if self._path.exists() else ""
 
     def wait(self, limit_s: float = 30.0) -> "Command":
-        """Return this command, ended."""
+        """Wait until the process has ended; return this object."""
         wait_until(lambda: self.code is not None, limit_s, f"it ended, having said: {self.output}")
         return self
 
@@ -181,9 +181,10 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def start(process_server: ProcessServer, environ: dict[str, str], tmp_path: Path):
-    """Return a function that starts `python -m gpipe_hpc.train`; nothing outlives the test.
+    """Return a function that starts `python -m gpipe_hpc.train` and kills it after the test.
 
-    `is_whole`: its interpreter is taken apart at the end, as a user's is.
+    With `is_whole`, the interpreter is finalized at exit, as for a user; by default it is not, to
+    save time.
     """
     commands: list[Command] = []
 
@@ -213,30 +214,30 @@ def start(process_server: ProcessServer, environ: dict[str, str], tmp_path: Path
 
 @dataclass
 class Ranks:
-    """The processes of one launch, by rank."""
+    """The processes of one launch, in order of rank."""
 
     commands: list[Command]
 
     def wait(self, limit_s: float = 30.0) -> "Ranks":
-        """Return these ranks, all ended."""
+        """Wait until all ranks have ended; return this object."""
         for command in self.commands:
             command.wait(limit_s)
         return self
 
     @property
     def codes(self) -> list[int | None]:
-        """Return the exit codes, by rank."""
+        """Return the exit codes in order of rank."""
         return [command.code for command in self.commands]
 
     @property
     def outputs(self) -> list[str]:
-        """Return what came out, by rank."""
+        """Return the outputs so far in order of rank."""
         return [command.output for command in self.commands]
 
 
 @pytest.fixture
 def start_ranks(start: Start, free_port: Callable[[], int]) -> Callable[..., Ranks]:
-    """Return a function that starts `world_size` ranks, or some of them, as torchrun would."""
+    """Return a function that starts `world_size` ranks, or some of them, as torchrun does."""
 
     def start_all(
         world_size: int,
@@ -270,7 +271,7 @@ def start_ranks(start: Start, free_port: Callable[[], int]) -> Callable[..., Ran
 
 @pytest.fixture
 def train(start_ranks: Callable[..., Ranks]) -> Callable[..., str]:
-    """Return a function that trains to a good end; it returns what rank 0 said."""
+    """Return a function that trains on some ranks, asserts success, and returns rank 0's output."""
 
     def train_all(world_size: int, *overrides: str, env: Mapping[str, str] | None = None) -> str:
         ranks = start_ranks(world_size, *overrides, env=env).wait(60)
@@ -282,10 +283,20 @@ def train(start_ranks: Callable[..., Ranks]) -> Callable[..., str]:
 
 @pytest.fixture
 def two_hosts() -> Iterator[Callable[..., Any]]:
-    """Return a function that makes a pair of hosts; skip where this machine does not allow it."""
-    from tests.two_hosts import made_hosts  # few tests need it
+    """Return a function that creates a pair of simulated hosts; skip if that is not possible.
 
-    with made_hosts() as make:
+    The function takes the arguments of `TwoHosts`; the hosts are removed after the test.
+    """
+    from experiments.two_hosts import LackingError, TwoHosts  # few tests need it
+
+    with contextlib.ExitStack() as stack:
+
+        def make(rate: float = 100e6, delay_s: float = 0.005, **options: Any) -> TwoHosts:
+            try:
+                return stack.enter_context(TwoHosts(rate, delay_s, **options))
+            except LackingError as error:
+                pytest.skip(f"no two hosts here: {error}")
+
         yield make
 
 
@@ -296,7 +307,7 @@ def free_port() -> Callable[[], int]:
 
 
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:
-    """Return the environments, by process number, of all processes that have this variable."""
+    """Return the environments, by process id, of all processes in which a variable has a value."""
     found = {}
     for folder in Path("/proc").iterdir():
         try:
@@ -305,12 +316,12 @@ def marked(name: str, value: str) -> dict[int, dict[str, str]]:
             if environ.get(name) == value:
                 found[int(folder.name)] = environ
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process has ended
     return found
 
 
 class Torchrun:
-    """A torchrun and its workers; whatever it starts carries a mark in its environment."""
+    """A torchrun process and its workers, which are found by a variable in their environment."""
 
     def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
         self._mark = f"{folder}/{time.monotonic_ns()}"
@@ -328,30 +339,30 @@ class Torchrun:
 
     @property
     def output(self) -> str:
-        """Return what came out so far, of all processes."""
+        """Return the output so far of all processes."""
         return self._path.read_text(errors="replace")
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """Return all living processes of this launch, with their environments."""
+        """Return the environments of all running processes of this launch, by process id."""
         return marked("TEST_MARK", self._mark)
 
     def worker(self, rank: int) -> int | None:
-        """Return the process number of a rank, None while it is not there."""
+        """Return the process id of a rank, or None if it is not running."""
         pids = (pid for pid, env in self.processes().items() if env.get("RANK") == str(rank))
         return next(pids, None)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to torchrun itself."""
+        """Send a signal to the torchrun process."""
         self._process.send_signal(number)
 
     def wait(self, limit_s: float = 90.0) -> int:
-        """Return torchrun's exit code, once nothing of it is left."""
+        """Wait until torchrun and its workers have ended; return torchrun's exit code."""
         wait_until(lambda: self._process.poll() is not None, limit_s, "torchrun ended")
         wait_until(lambda: not self.processes(), 5, "its workers were gone")
         return self._process.returncode
 
     def kill(self) -> None:
-        """End every process that is left."""
+        """Kill all processes of the launch."""
         for pid in [self._process.pid, *self.processes()]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -360,7 +371,7 @@ class Torchrun:
 
 @pytest.fixture
 def torchrun(environ: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Torchrun]]:
-    """Return a function that starts a real torchrun; nothing outlives the test."""
+    """Return a function that starts torchrun; its processes are killed after the test."""
     launches: list[Torchrun] = []
 
     def launch(
@@ -379,7 +390,7 @@ def torchrun(environ: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., 
 
 
 class Ended(NamedTuple):
-    """An mpiexec that has ended; `output` is both streams of all ranks."""
+    """Exit code of an mpiexec that has ended, and the output of all ranks."""
 
     code: int
     output: str
@@ -390,12 +401,12 @@ Mpiexec = Callable[..., Ended]
 
 @pytest.fixture(scope="session")
 def mpiexec(repository: Path) -> Iterator[Mpiexec]:
-    """Return a function that runs Python on some ranks of the MPI that is installed beside it."""
+    """Return a function that runs Python on several ranks of the MPI in the test environment."""
     launcher = Path(sys.executable).with_name("mpiexec")
     assert launcher.exists(), "no mpiexec: pip install mpich, as requirements.lock says"
     unwanted = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PMI_", "MPI_", "SLURM_")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
-    # The folder that the tests run in comes first, so the package is the one that is tested.
+    # The repository comes first, so that its package is imported.
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository), "PYTHONWARNINGS": "ignore"}
 
     def run(size: int, *arguments: object, folder: Path | None = None) -> Ended:
@@ -407,7 +418,7 @@ def mpiexec(repository: Path) -> Iterator[Mpiexec]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=250,  # four ranks beside other tests: a slow machine took over two minutes
+            timeout=250,  # seconds; four ranks took over two minutes on a busy machine
             check=False,
         )
         return Ended(done.returncode, done.stdout.decode(errors="replace"))
@@ -416,7 +427,7 @@ def mpiexec(repository: Path) -> Iterator[Mpiexec]:
 
 
 def run_processes(size, body, folder, timeout_s=60.0):
-    """Run `body(rank)` in `size` forked processes that share a Gloo group; return the results."""
+    """Run `body(rank)` in `size` forked processes with a Gloo process group; return the results."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
 
@@ -455,7 +466,7 @@ def processes():
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[str, ...]:
-    """Return settings of a model that trains in a moment."""
+    """Return settings of a model that trains in less than a second."""
     return (
         "model.num_layers=1",
         "model.width=16",
@@ -471,7 +482,7 @@ def tiny() -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def stored_tensors() -> Callable[[Path], dict[str, torch.Tensor]]:
-    """Return a function that reads all tensors of a checkpoint, without gpipe_hpc."""
+    """Return a function that reads all tensors of a checkpoint without using gpipe_hpc."""
 
     def read(path: Path) -> dict[str, torch.Tensor]:
         reader = FileSystemReader(path)
@@ -491,7 +502,7 @@ def stored_tensors() -> Callable[[Path], dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="session")
 def same_end(stored_tensors: Callable[[Path], dict[str, torch.Tensor]]) -> Callable[..., None]:
-    """Return a function that asserts two runs to be equal to the bit: losses and last state."""
+    """Return a function that asserts that two runs have bitwise equal losses and final states."""
 
     def compare(one: Path, other: Path) -> None:
         assert losses(one) == losses(other)
@@ -506,6 +517,6 @@ def same_end(stored_tensors: Callable[[Path], dict[str, torch.Tensor]]) -> Calla
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    """Return (step, loss) of every line of metrics.jsonl that has a loss."""
+    """Return (step, loss) of each line of metrics.jsonl that has a loss."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]

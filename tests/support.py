@@ -1,4 +1,4 @@
-"""Helpers of tests in several folders: losses, batches, layers, and results of runs."""
+"""Helpers for tests in several folders: losses, batches, layers, and results of runs."""
 
 import contextlib
 import copy
@@ -63,7 +63,7 @@ def square_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 
 def class_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy and the number of targets that count."""
+    """Return the summed cross-entropy and the number of targets other than -100."""
     return F.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 
 
@@ -93,14 +93,14 @@ def batch(
 
 
 def token_batch(seed: int = 0, size: int = 8, length: int = 8, vocabulary: int = 13) -> Batch:
-    """Return tokens and the same tokens shifted by one."""
+    """Return random tokens and the same tokens shifted by one, each of shape [size, length]."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (size, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def linears(number: int, width: int = 4) -> list[LayerSpec]:
-    """Return `number` linear layers."""
+    """Return specs of `number` linear layers of equal width."""
     return [LayerSpec(nn.Linear, width, width) for _ in range(number)]
 
 
@@ -116,7 +116,7 @@ def buffers_of(pipe: Pipeline) -> Named:
 
 @dataclass
 class Trained:
-    """Results of a training: losses and gradients of each step, and final buffers."""
+    """Results of a training run: losses and gradients of each step, and final buffers."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Named] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Trained:
 
 
 def descend(parameters: Iterable[nn.Parameter], rate: float) -> None:
-    """Make one step of plain gradient descent."""
+    """Take one step of plain gradient descent."""
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
@@ -132,7 +132,7 @@ def descend(parameters: Iterable[nn.Parameter], rate: float) -> None:
 
 
 def train_rank(pipe: Pipeline, data: Iterable[Batch], rate: float = 0.0) -> Trained:
-    """Train this rank on its share of each batch; return its results."""
+    """Train this rank on its part of each batch; return losses, gradients and buffers."""
     found = Trained()
     for inputs, targets in data:
         part = pipe.share(len(inputs))
@@ -152,7 +152,7 @@ def train_ranks(
     rate: float = 0.0,
     **options: Any,
 ) -> list[Trained]:
-    """Train copies of the layers on threads; return the results of each rank."""
+    """Train copies of the layers on ranks that are threads; return the results of each rank."""
 
     def body(world: Any) -> Trained:
         pipe = Pipeline(copy.deepcopy(layers), loss_fn, world=world, **options)
@@ -187,7 +187,7 @@ def train_plainly(
 
 
 def together(ranks: Sequence[Trained]) -> Trained:
-    """Return the merged results of all ranks, with the losses of rank 0."""
+    """Merge the results of all ranks; losses are those of rank 0."""
     steps = zip(*(each.gradients for each in ranks), strict=True)
     return Trained(
         ranks[0].losses,
@@ -197,7 +197,7 @@ def together(ranks: Sequence[Trained]) -> Trained:
 
 
 def joined(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge named tensors of all ranks; tensors that several ranks have must be bitwise equal."""
+    """Merge the named tensors of all ranks; tensors on several ranks must be bitwise equal."""
     found: dict[str, Any] = {}
     for named in ranks:
         for name, tensor in named.items():
@@ -212,11 +212,12 @@ def same_bits(one: Any, other: Any) -> bool:
         return one is other
     if one.layout != other.layout or one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(one.to_dense().nan_to_num(), other.to_dense().nan_to_num())
+    left, right = one.to_dense(), other.to_dense()
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
 def assert_close(ours: Trained, other: Trained, near: float) -> None:
-    """Assert that all losses, gradients and buffers agree to `near`, relative and absolute."""
+    """Assert that losses, gradients and buffers agree within the tolerance `near`."""
     assert len(ours.losses) == len(other.losses)
     for mine, theirs in zip(ours.losses, other.losses, strict=True):
         assert abs(mine - theirs) <= near * abs(theirs), (ours.losses, other.losses)
@@ -238,7 +239,10 @@ RUN_COSTS = Costs(
 def measured_run(
     name: str, costs: Costs = RUN_COSTS, recompute: str = "never", start_s: float = 100.0
 ) -> Timeline:
-    """Return a timeline like that of a real run: compute only, with an arbitrary time origin."""
+    """Return a simulated timeline in the form of a measured one: it contains only compute actions.
+
+    Times start at `start_s` instead of 0.
+    """
     timeline = simulate(build(name, ranks=4, microbatches=6, recompute=recompute), costs)
     rows = tuple(
         tuple(
@@ -251,8 +255,8 @@ def measured_run(
 
 
 def train_here(ranks: int, *overrides: str) -> None:
-    """Run the train command with the ranks as threads of this process; it must succeed."""
-    # The tests of exactness also run where there is no Hydra.
+    """Run the train command with the ranks as threads of this process; assert that it succeeds."""
+    # Imported here, since tests of exactness also run without Hydra.
     from gpipe_hpc.config import check_config, compose_config
     from gpipe_hpc.trainer.loop import run_training
     from gpipe_hpc.trainer.signals import StopRequest
@@ -280,15 +284,15 @@ def has_begun(run: Path, num_lines: int = 3) -> bool:
 
 
 def largest(differences: Iterable[float]) -> float:
-    """Return the maximum, or infinity if a value is NaN, which max() may ignore."""
+    """Return the maximum, or infinity if a value is NaN, since `max` may ignore NaN."""
     return max((math.inf if math.isnan(each) else each for each in differences), default=0.0)
 
 
 def patience() -> float:
-    """Return the factor by which to extend time limits on this machine: runnable processes per CPU.
+    """Return the factor by which time limits are extended on a busy machine.
 
-    It is 1 on an idle machine, for which limits in seconds are chosen; tests failed on busy
-    machines.
+    The factor is the number of runnable processes per CPU, at least 1. Limits in seconds are chosen
+    for an idle machine.
     """
     average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     wanted = max(float(average), int(running.partition("/")[0]))
@@ -296,9 +300,9 @@ def patience() -> float:
 
 
 def free_port() -> int:
-    """Return a free port outside of the range from which the system assigns ports.
+    """Return a free port outside of the range of ephemeral ports.
 
-    A connection of another process therefore cannot take it before it is used.
+    No outgoing connection of another process can therefore take the port before it is used.
     """
     dealt = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     while True:
@@ -308,7 +312,7 @@ def free_port() -> int:
 
 
 def refusal(check: Callable[..., object], *given: Any) -> str | None:
-    """Return the message of the error that a check raises, or None if it passes."""
+    """Return the message of the GpipeError that a check raises, or None if it passes."""
     try:
         check(*given)
     except GpipeError as error:
@@ -321,23 +325,11 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def same(left: Tensor | None, right: Tensor | None) -> bool:
-    """Return whether two gradients are bitwise equal, or both None."""
-    if left is None or right is None:
-        return left is right
-    return left.dtype == right.dtype and torch.equal(left.to_dense(), right.to_dense())
-
-
-def all_same(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:
-    """Return whether two states are bitwise equal."""
-    return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-
-
 def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
-    """Return few combinations in which all values of any `strength` axes occur together.
+    """Return a small set of combinations that contains all combinations of any `strength` axes.
 
-    Faults that no single setting shows come from pairs, rarely from triples: a cover of pairs is a
-    tenth of the whole product. Greedy and deterministic.
+    Most faults depend on two settings, few on three; a set that covers all pairs is a tenth of the
+    whole product. The search is greedy and deterministic.
     """
 
     def meetings(values: tuple[Any, ...]) -> set[tuple[tuple[int, int], ...]]:
@@ -355,12 +347,12 @@ def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
 
 
 def product(*values: Any) -> Any:
-    """Return a parameter marked `product`, which not every test run includes; see `product_of`."""
+    """Return a parameter set marked `product`, which only the longer test runs include."""
     return pytest.param(*values, marks=pytest.mark.product)
 
 
 def product_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.MarkDecorator:
-    """Parametrise by the whole product; combinations outside of a cover are marked `product`."""
+    """Parametrize by all combinations; those outside of a `covering` set are marked `product`."""
     fast = covering(*axes, strength=strength)
     return pytest.mark.parametrize(
         names,
@@ -372,14 +364,14 @@ def product_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.Ma
 
 
 def cover_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.MarkDecorator:
-    """Parametrise by a cover of the product; see `covering`."""
+    """Parametrize by a `covering` set of all combinations."""
     return pytest.mark.parametrize(names, covering(*axes, strength=strength))
 
 
 def in_turn(
     names: str, kinds: Sequence[Any], others: Sequence[Any], *, each: int, more: int = 0
 ) -> pytest.MarkDecorator:
-    """Parametrise each kind by `each` of the others in rotation; `more` are marked `product`."""
+    """Parametrize each kind by `each` of the others in rotation; `more` are marked `product`."""
     step = max(1, len(others) // (each + more))
     return pytest.mark.parametrize(
         names,
@@ -397,7 +389,7 @@ def in_turn(
 
 @contextlib.contextmanager
 def mute(address: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
-    """Yield the address of a host that drops connections, because its accept queue is full."""
+    """Yield the address of a listener that ignores connections, as its accept queue is full."""
     with socket.socket() as listener, contextlib.ExitStack() as stack:
         listener.bind((address, 0))
         listener.listen(0)

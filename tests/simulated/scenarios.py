@@ -19,7 +19,7 @@ from tests.simulated.mpi import open_mpi_transport, reduce_all
 from tests.simulated.owners import oss_between_threads, show_groups
 from tests.simulated.tracker import HostWait
 from tests.simulated.world import SimulatedRank, between, run_simulated
-from tests.support import batch, batches, same
+from tests.support import batch, batches
 
 WIDTH, NUM_STEPS = 4, 3
 
@@ -225,9 +225,15 @@ class Given:
             found += [
                 f"{name} {at}: {ours[name]} {theirs[name]}"
                 for name in names
-                if not same(ours[name], theirs[name])
+                if not _same(ours[name], theirs[name])
             ]
         return found
+
+
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and torch.equal(left.to_dense(), right.to_dense())
 
 
 def optimizer_of(scenario: Scenario, parameters: Sequence[Any]) -> torch.optim.Optimizer:
