@@ -1,4 +1,4 @@
-"""Small real files of every kind, written as their makers write them."""
+"""Functions that write small data files of every supported format."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 def write_idx(
     folder: Path, num_train: int = 20, num_validation: int = 6, size: int = 8, packed: bool = False
 ) -> SimpleNamespace:
-    """Write MNIST's four files; image i is filled with i, its class is i % 10."""
+    """Write MNIST's four files; all pixels of image i are i, and its class is i % 10."""
     made = SimpleNamespace(folder=folder)
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", num_train), ("t10k", num_validation)):
@@ -44,7 +44,7 @@ def write_idx(
 
 
 def write_cifar10(folder: Path, num_records: int = 4) -> list[np.ndarray]:
-    """Write six files of records; return the pixels of each."""
+    """Write the six files of CIFAR-10 with random pixels; return the pixels of each file."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]
     parts = []
@@ -69,7 +69,7 @@ def write_cifar100(folder: Path, num_records: int = 6) -> None:
 def coded(
     value: int | np.ndarray, size: tuple[int, int] = (24, 20), form: str = "JPEG", mode: str = "RGB"
 ) -> bytes:
-    """Return an image of one grey value, or of an array, `size` as (width, height)."""
+    """Encode an image of one gray value, or an array; `size` is (width, height)."""
     if isinstance(value, np.ndarray):
         image = Image.fromarray(value)
     else:
@@ -103,7 +103,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
 
 
 def write_shards(root: Path, num_shards: int = 2, per_shard: int = 6, num_classes: int = 3) -> Path:
-    """Write 00.tar, 01.tar, ...; classes in .cls, or in .json for the odd samples."""
+    """Write 00.tar, 01.tar, ...; classes are in .cls files, for odd samples in .json files."""
     for shard in range(num_shards):
         members: list[tuple[str, bytes]] = []
         for number in range(shard * per_shard, (shard + 1) * per_shard):

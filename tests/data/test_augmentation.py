@@ -1,4 +1,4 @@
-"""Images varied at random: keyed by seed, epoch and sample alone, and spread as they should be."""
+"""Tests of image augmentation: draws depend on seed, epoch and sample, and are uniform."""
 
 import math
 
@@ -20,7 +20,7 @@ def numbers(count: int) -> np.ndarray:
 
 
 def test_draws_are_the_published_ones():
-    """Written out from the docstrings: changing them would change runs that are resumed."""
+    """Draws follow the formula in the docstrings, on which resumed runs depend."""
     mask, golden = 2**64 - 1, 0x9E3779B97F4A7C15
 
     def mix(z: int) -> int:
@@ -57,7 +57,7 @@ def test_shift_moves_each_image_by_its_draws():
     image = np.arange(1, 13, dtype=np.uint8).reshape(1, 1, 3, 4)
     still = np.array([[0.5, 0.5, 0.9]])
     assert (PadCropFlip(1, flips=True).apply(image, still) == image).all()
-    # Down is 0: the window starts a row above the image, so that black moves in from above.
+    # Draw 0 is 0: the window starts one row above the image, so the first row is black.
     moved = PadCropFlip(1, flips=False).apply(image, np.array([[0.0, 0.99, 0.1]]))
     assert moved[0, 0].tolist() == [[0, 0, 0, 0], [2, 3, 4, 0], [6, 7, 8, 0]]
     mirrored = PadCropFlip(1, flips=True).apply(image, np.array([[0.5, 0.5, 0.1]]))
@@ -65,14 +65,14 @@ def test_shift_moves_each_image_by_its_draws():
 
 
 def test_shifts_are_spread_evenly():
-    """Where one bright pixel ends up: 35 places, 34 degrees of freedom."""
+    """Chi-squared test of a bright pixel's positions: 35 cells, 34 degrees of freedom."""
     count, pad = 10_000, 2
     image = np.zeros((1, 1, 7, 7), np.uint8)
     image[0, 0, 3, 2] = 255
     images = np.repeat(image, count, 0)
     varied = PadCropFlip(pad, flips=True).apply(images, uniform(0, 0, numbers(count), 3))
     rows, columns = np.unravel_index(varied.reshape(count, -1).argmax(1), (7, 7))
-    # Column 2 shifted reaches 0 to 4, mirrored 2 to 6: together 7 columns, 3 of them twice.
+    # Column 2 moves to columns 0 to 4, or 2 to 6 if flipped: columns 2 to 4 count twice.
     counts = np.zeros((7, 7))
     np.add.at(counts, (rows, columns), 1)
     seen = counts[1:6]
@@ -91,7 +91,7 @@ def test_random_parts_have_the_wanted_areas_and_shapes():
     shares, ratios = wide * high / 120_000, wide / high
     assert 0.075 < shares.min() < 0.12 and shares.max() > 0.9
     assert 0.73 < ratios.min() < 0.78 and 1.28 < ratios.max() < 1.36
-    # As if whatever does not fit were drawn anew: large parts are rarer, flat ones more common.
+    # The distribution is that of rejection sampling: large crops are rarer, wide ones more common.
     generator = np.random.default_rng(0)
     area = generator.uniform(0.08, 1, 200_000) * 120_000
     shape = np.exp(generator.uniform(-math.log(4 / 3), math.log(4 / 3), 200_000))
@@ -120,7 +120,7 @@ def test_no_part_fits_takes_the_largest_middle():
 
 
 def test_centre_is_that_of_the_resized_image():
-    """A long image: resized by its shorter side to 256 and cut, as one step in its own pixels."""
+    """Resizing the shorter side to 256 and cropping 224 x 224 is one box of the original."""
     box = CentreCrop(height=224, width=224, resize=256).box(1024, 512, np.empty(0))
     assert box == (512 - 224, 256 - 224, 512 + 224, 256 + 224)
 

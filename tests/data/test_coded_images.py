@@ -1,4 +1,4 @@
-"""Folders and tar shards of JPEG and PNG: what is found, decoded, refused and passed over."""
+"""Tests of JPEG and PNG images in folders and tar shards: reading, decoding and errors."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def shards(*paths: Path | str, **settings) -> ImageShardsConfig:
 
 
 def greys(images: torch.Tensor) -> list[int]:
-    """Return the value of images that are filled with one."""
+    """Return the gray value of each image; assert that each has only one."""
     assert (images.amax((1, 2, 3)) - images.amin((1, 2, 3))).max() < 2.5 / 255
     return (images.mean((1, 2, 3)) * 255).round().int().tolist()
 
@@ -53,14 +53,14 @@ def test_folder_gives_images_and_classes_by_name(files, tmp_path):
 
 
 def test_classes_of_validation_are_those_of_training(files, tmp_path):
-    """A class may be missing in validation; one that is only there has no number."""
+    """Validation may lack a class of training, but may not have an additional class."""
     root = files.write_folder(tmp_path)
     for path in (root / "val" / "n00").iterdir():
         path.unlink()
     (root / "val" / "n00").rmdir()
     assert open_data(folder(root)).validation.read_targets([0, 7]).tolist() == [1, 2]
     (root / "val" / "n77").mkdir()
-    with pytest.raises(DataError, match=r"class 'n77' without training images"):
+    with pytest.raises(DataError, match=r"class 'n77'"):
         open_data(folder(root))
 
 
@@ -89,12 +89,12 @@ def test_folder_that_is_missing_is_named(files, tmp_path):
     with pytest.raises(DataError, match=r"data\.train.* is not a folder"):
         open_data(folder(tmp_path))
     root = files.write_folder(tmp_path)
-    with pytest.raises(DataError, match=r"data\.validation.* is not a folder.*or null"):
+    with pytest.raises(DataError, match=r"data\.validation.* is not a folder"):
         open_data(folder(root, validation="test"))
 
 
 def test_more_classes_than_the_model_has_are_refused(files, tmp_path):
-    with pytest.raises(DataError, match=r"3 folders of classes, more than data\.num_classes=2"):
+    with pytest.raises(DataError, match=r"3 folders .*data\.num_classes=2"):
         open_data(folder(files.write_folder(tmp_path), num_classes=2))
 
 
@@ -104,7 +104,7 @@ def in_16_bits(image: Image.Image) -> Image.Image:
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK", "P", "I;16"])
 def test_every_mode_becomes_colour_or_grey(files, tmp_path, mode):
-    """ImageNet has a CMYK image, and a PNG under the name of a JPEG; 16 bits became white."""
+    """ImageNet has a CMYK image and a PNG named .JPEG. Regression: 16-bit images became white."""
     root = files.write_folder(tmp_path)
     stream = io.BytesIO()
     image = Image.new("RGB", (30, 30), (90, 90, 90))
@@ -160,7 +160,7 @@ def test_corrupt_image_is_named(files, tmp_path, name, content):
     assert caught.value.sample == str(path)
     assert f"data: {path} is corrupt: expected a JPEG or PNG image, got" in str(caught.value)
     assert "data.corrupt=skip" in str(caught.value)
-    assert " at 0x" not in str(caught.value)  # no two ranks would say the same
+    assert " at 0x" not in str(caught.value)  # an address would differ between ranks
 
 
 def test_huge_image_is_not_decoded(files, tmp_path):
@@ -168,9 +168,7 @@ def test_huge_image_is_not_decoded(files, tmp_path):
     bomb = root / "train" / "n00" / "001.png"
     bomb.write_bytes(files.coded(0, size=(3000, 2000), form="PNG"))
     assert bomb.stat().st_size < 100_000
-    with pytest.raises(
-        CorruptSampleError, match=r"3000x2000 pixels, more than data\.max_pixels=100000"
-    ):
+    with pytest.raises(CorruptSampleError, match=r"3000x2000 .*data\.max_pixels=100000"):
         open_data(folder(root, max_pixels=100_000)).train.read_inputs([1])
     with pytest.raises(CorruptSampleError, match="more than the 1048976 allowed"):
         bomb.write_bytes(bytes(2**20 + 1000))
@@ -178,7 +176,7 @@ def test_huge_image_is_not_decoded(files, tmp_path):
 
 
 def test_bomb_beyond_all_bounds_is_refused_in_silence(files, tmp_path):
-    """Pillow's own limit counts as well, should ours be raised."""
+    """Pillow's own limit is reported as a corrupt image, without a warning."""
     root = files.write_folder(tmp_path)
     path = root / "train" / "n00" / "001.png"
     content = bytearray(files.coded(0, form="PNG"))
@@ -192,7 +190,7 @@ def test_bomb_beyond_all_bounds_is_refused_in_silence(files, tmp_path):
 
 
 def test_file_that_is_gone_is_no_corrupt_one(files, tmp_path):
-    """What a file system loses for a moment must not change what is trained on."""
+    """A missing file stops the run: it must not be replaced as a corrupt sample is."""
     root = files.write_folder(tmp_path)
     source = open_data(folder(root))
     (root / "train" / "n00" / "000.JPEG").unlink()
@@ -274,7 +272,7 @@ def test_names_that_lead_elsewhere_lead_nowhere(files, tmp_path):
     [
         ([("7.jpg", b"j")], r"a\.tar: 7 is corrupt.*got no class \(\.jpg\)"),
         ([("7.cls", b"1")], r"a\.tar: 7 is corrupt.*got 0 images instead of one \(\.cls\)"),
-        ([("7.jpg", b"j"), ("7.png", b"p"), ("7.cls", b"1")], "got 2 images instead of one"),
+        ([("7.jpg", b"j"), ("7.png", b"p"), ("7.cls", b"1")], "got 2 images"),
         ([("7.jpg", b"j"), ("7.cls", b"cat")], "got no class in 7.cls: 'cat'"),
         ([("7.jpg", b"j"), ("7.cls", b"1.5")], "got no class in 7.cls"),
         ([("7.jpg", b"j"), ("7.json", b'{"label": true}')], "got no class in 7.json"),
@@ -291,9 +289,9 @@ def test_sample_without_image_or_class_is_named_or_left_out(files, tmp_path, mem
 
 
 def test_class_out_of_range_stops_even_where_corrupt_ones_do_not(files, tmp_path):
-    """A data.num_classes that is too small makes thousands of them: a mistake, no damage."""
+    """Classes out of range mean that data.num_classes is wrong, not that samples are corrupt."""
     tar = files.write_tar(tmp_path / "a.tar", [("1.jpg", files.coded(50)), ("1.cls", b"3")])
-    with pytest.raises(DataError, match=r"a\.tar has a class out of range: expected 0 to 2, got 3"):
+    with pytest.raises(DataError, match=r"a\.tar .*0 to 2, got 3"):
         open_data(shards(tar, corrupt="skip"))
 
 
@@ -312,10 +310,10 @@ def broken_header(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("change", [cut_in_image, cut_between_members, broken_header])
 def test_damaged_shard_is_named_or_used_up_to_the_damage(files, tmp_path, change):
-    """The library takes any of these for the end of the archive."""
+    """tarfile treats each of these damages as the end of the archive."""
     (path,) = files.write_shards(tmp_path, num_shards=1).iterdir()
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(DataError, match=rf"{path} is corrupt: expected an image and its class"):
+    with pytest.raises(DataError, match=rf"{path} is corrupt"):
         open_data(shards(tmp_path, validation_percent=0))
     source = open_data(shards(tmp_path, validation_percent=0, corrupt="skip"))
     assert 1 <= source.train.num_samples < 6
@@ -334,7 +332,7 @@ def test_shard_that_changed_is_named(files, tmp_path):
     (path,) = files.write_shards(tmp_path, num_shards=1).iterdir()
     source = open_data(shards(tmp_path, validation_percent=0))
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(DataError, match=rf"{path} has changed: expected .* bytes at"):
+    with pytest.raises(DataError, match=f"{path} has changed"):
         source.train.read_inputs([5])
 
 
@@ -344,5 +342,5 @@ def test_no_more_than_max_corrupt_are_left_out(files, tmp_path):
     assert open_data(shards(tar, corrupt="skip", max_corrupt=3)).corrupt.keys() == {
         f"{tar}: {number}" for number in range(3)
     }
-    with pytest.raises(DataError, match=r"more corrupt samples than data\.max_corrupt=2 allows"):
+    with pytest.raises(DataError, match=r"data\.max_corrupt=2"):
         open_data(shards(tar, corrupt="skip", max_corrupt=2))

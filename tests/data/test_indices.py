@@ -1,4 +1,4 @@
-"""Large data are looked through once: the next opening, of any rank or run, takes what was kept."""
+"""Tests of indexing large data once: later openings of any rank or run use the stored index."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ PIXELS = {"height": 8, "width": 8, "resize": 10, "mean": [0.0] * 3, "std": [1.0]
 
 
 def age(root: Path) -> None:
-    """Let all be older than the last seconds, which are not trusted."""
+    """Set all modification times to long ago, since recently changed files are not trusted."""
     for path in [root, *root.rglob("*")]:
         os.utime(path, (1e9, 1e9))
 
@@ -58,7 +58,7 @@ def digests(config, *arguments) -> tuple[str, str, list[int]]:
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return a list of what was looked through."""
+    """Return a list to which each creation of an index appends the kind of data."""
     calls = []
 
     def noted(kind, original):
@@ -72,7 +72,7 @@ def made(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_opening_takes_what_the_first_found(files, tmp_path, made, kind):
-    """First and last ranks of every replica indexed again what rank 0 had indexed."""
+    """Regression: the first and last ranks of each replica repeated the indexing of rank 0."""
     config = make(files, kind, tmp_path / "data")
     first = digests(config)
     num_made = len(made)
@@ -113,7 +113,7 @@ def test_damaged_index_is_made_anew(files, tmp_path, made, kind, caplog):
 
 
 def test_image_added_deep_in_a_class_is_found(files, tmp_path, made):
-    """The class's own folder stays as it was."""
+    """A new image in a nested folder leaves the class folder's modification time unchanged."""
     deep = tmp_path / "data" / "train" / "n00" / "deep" / "deeper"
     files.write_folder(tmp_path / "data")
     deep.mkdir(parents=True)
@@ -126,7 +126,7 @@ def test_image_added_deep_in_a_class_is_found(files, tmp_path, made):
 
 @pytest.mark.parametrize("name", ["../../other.png", "/etc/other.png"])
 def test_list_that_leads_elsewhere_is_not_followed(files, tmp_path, made, monkeypatch, name):
-    """Who may write beside the data must not lead a run to other files."""
+    """A user who can write the index must not be able to redirect a run to other files."""
     config = make(files, "folder", tmp_path / "data")
     original = folder._list
 
@@ -153,7 +153,7 @@ def test_index_has_the_folder_that_is_asked_for(files, tmp_path, made, monkeypat
 
 @pytest.mark.parametrize("change", ["negative", "beyond", "missing", "shorter", "complaint"])
 def test_index_that_says_what_cannot_be_is_made_anew(files, tmp_path, made, monkeypatch, change):
-    """Its hash is right: somebody wrote it so, or an older version."""
+    """An index with impossible values is created again, even if its hash is correct."""
     config = make(files, "jsonl", tmp_path / "data")
     original = jsonl._scan
 
@@ -216,7 +216,7 @@ def test_corrupt_lines_are_told_by_a_kept_index_too(files, tmp_path, made):
 
 
 def test_several_files_in_small_blocks_are_one_text(files, tmp_path, monkeypatch):
-    """Line numbers and documents do not depend on where blocks end."""
+    """Documents and line numbers in messages do not depend on the block size."""
     config = make(files, "jsonl", tmp_path / "data")
     with (tmp_path / "data" / "b.jsonl").open("ab") as file:
         file.write(b'bad\n{"text": "end"}')
@@ -252,7 +252,7 @@ def test_jobs_that_index_at_once_see_the_same(files, tmp_path):
 
 
 def test_file_is_not_allocated_before_it_is_known_to_be_there(files, tmp_path):
-    """An image says nothing of its size; a hole of 16 GB is no image."""
+    """A sparse image file of 16 GB is rejected by its size, without being read."""
     config = make(files, "folder", tmp_path / "data")
     with (tmp_path / "data/train/n00/000.JPEG").open("wb") as file:
         file.truncate(2**34)

@@ -1,4 +1,4 @@
-"""JSON lines: documents one after the other, read at random, damage named."""
+"""Tests of data=jsonl: concatenated documents, random access and corrupt lines."""
 
 import random
 
@@ -75,7 +75,7 @@ BAD_LINES = [
     (b"no json", "Expecting value"),
     (b'{"title": "x"}', "no object with key 'text'"),
     (b'["text"]', "no object with key 'text'"),
-    (b'{"text": 5}', "'text' of type int instead of a string"),
+    (b'{"text": 5}', "'text' of type int"),
     (b'{"text": "\xff"}', "utf-8"),
     (b'{"text": "\\ud800"}', "surrogates not allowed"),
     (b"\x80\x04K\x01.", "utf-8"),
@@ -87,7 +87,7 @@ BAD_LINES = [
 def test_corrupt_line_is_named_or_left_out(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
-    complaint = rf"{path}, line 2 is corrupt.*{words}.*data\.corrupt=skip"
+    complaint = rf"{path}, line 2 .*{words}.*data\.corrupt=skip"
     with pytest.raises(DataError, match=complaint) as raised:
         open_data(jsonl(path, seq_len=1))
     assert not is_users_mistake(raised.value)
@@ -98,12 +98,10 @@ def test_corrupt_line_is_named_or_left_out(tmp_path, line, words):
 
 @pytest.mark.parametrize(("line", "words"), BAD_LINES, ids=[each[1] for each in BAD_LINES])
 def test_a_file_that_begins_with_no_document_is_a_setting_that_cannot_work(tmp_path, line, words):
-    """A wrong data.key ended with code 1, as damaged data do: launchers start that again."""
+    """Regression: a wrong data.key exited with code 1, after which launchers restart the run."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(line + b'\n{"text": "b"}\n')
-    with pytest.raises(
-        UnfitDataError, match=rf"line 1 is corrupt.*{words}.*correct the line or data\.key"
-    ):
+    with pytest.raises(UnfitDataError, match=rf"line 1 .*{words}.*data\.key"):
         open_data(jsonl(path, seq_len=1))
 
 
@@ -111,7 +109,7 @@ def test_no_more_than_max_corrupt_lines_are_left_out(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "long enough"}\n' + b"bad\n" * 3)
     assert len(open_data(jsonl(path, seq_len=1, corrupt="skip", max_corrupt=3)).corrupt) == 3
-    with pytest.raises(DataError, match=r"data.max_corrupt=2 allows: .*line 4"):
+    with pytest.raises(DataError, match=r"data\.max_corrupt=2 .*line 4"):
         open_data(jsonl(path, seq_len=1, corrupt="skip", max_corrupt=2))
 
 
@@ -121,18 +119,16 @@ def test_file_that_changed_is_named(files, tmp_path):
         data = open_data(jsonl(path, seq_len=2)).train
         original = path.read_bytes()
         path.write_bytes(change)
-        with pytest.raises(
-            DataError, match=f"{path} has changed since it was indexed: the document at byte 0"
-        ):
+        with pytest.raises(DataError, match=f"{path} has changed .* byte 0"):
             data.read_inputs([0])
         path.write_bytes(original)
 
 
 def test_too_little_text_and_no_file_are_refused(files, tmp_path):
     path = files.write_jsonl(tmp_path / "a.jsonl", ["ab"])
-    with pytest.raises(DataError, match=r"too little text in .*data\.seq_len=128 tokens.*got 3"):
+    with pytest.raises(DataError, match=r"data\.seq_len=128 .*got 3"):
         open_data(jsonl(path))
-    with pytest.raises(DataError, match=r"no files or \.jsonl files in a folder match"):
+    with pytest.raises(DataError, match=r"no files .*b\.jsonl"):
         open_data(jsonl(tmp_path / "b.jsonl"))
 
 

@@ -1,4 +1,4 @@
-"""A new kind of data touches two places: its file, and the preset in conf/ that names it."""
+"""Adding a kind of data requires only its module and a preset in conf/ that names it."""
 
 import shutil
 
@@ -69,7 +69,7 @@ def new_kind(tmp_path, monkeypatch):
 
 
 def test_a_file_and_a_preset_make_a_kind(new_kind):
-    """It took six places: two lists of names, the schema, the checks, a match, and the preset."""
+    """A new kind of data can be composed, checked, opened and planned."""
     config = compose_config(MLP)
     assert config.data.flights == 5
     assert check_config(config, 1) == []
@@ -102,7 +102,7 @@ def test_its_settings_are_in_the_help(new_kind):
 
 
 def test_a_preset_may_name_a_plain_data_set(new_kind, tmp_path):
-    """Its settings beside those of data=own are keywords of the user's function."""
+    """Settings of the preset that data=own does not have are keywords of the user's function."""
     (tmp_path / "plain.py").write_text("def pairs(size):\n    return [([0.5], 1)] * size\n")
     text = "_target_: plain.pairs\nsize: 7\nvalidation_fraction: 0\n"
     (tmp_path / "conf" / "data" / "plain.yaml").write_text(text)
@@ -111,7 +111,7 @@ def test_a_preset_may_name_a_plain_data_set(new_kind, tmp_path):
 
 
 def test_settings_of_an_older_run_name_a_kind_by_its_old_place():
-    """Split, so that no tool that moves modules rewrites it."""
+    """The old path is concatenated, so that tools that move modules do not change it."""
     old = "gpipe_hpc." + "training.data.synthetic.SyntheticVectorsConfig"
     words = ("model=mlp", "data=synthetic_vectors")
     config = compose_config([*words, f"data._target_={old}", "data.width=7"])

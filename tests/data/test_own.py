@@ -1,4 +1,4 @@
-"""A user's own data set: what its items are varied by, and what is said when it fails."""
+"""Tests of data=own: random generators of items, collation, and errors of the user's code."""
 
 import random
 import sys
@@ -127,7 +127,7 @@ def settings(target: str, *words: str):
 
 
 def test_keywords_that_the_user_sets_are_passed_and_no_others(mine):
-    """Those of the preset that was there before, as seq_len, are none of his."""
+    """Settings of another preset, such as seq_len, are not passed to the user's function."""
     data = settings(f"{mine}.Items", "data.size=7", "data.workers=3", "data.validation_fraction=0")
     assert data.keywords == {"size": 7}
     assert (data.workers, data.validation_fraction, data.prefetch) == (3, 0, 2)
@@ -152,7 +152,7 @@ def test_items_are_split_or_come_split(mine):
 
 
 def test_an_item_depends_on_seed_epoch_and_number_alone(mine):
-    """The first rank drew an image's flip, the last its mask's: each for itself."""
+    """Regression: the first and the last rank drew different augmentations for the same item."""
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     before = random.random(), np.random.rand(), torch.rand(())
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
@@ -163,7 +163,7 @@ def test_an_item_depends_on_seed_epoch_and_number_alone(mine):
     assert torch.equal(whole.read_inputs([1], 2)[0], inputs[1])
     for drawn in (whole.read_targets([3], 1), other.read_targets([3], 2)):
         assert not torch.isclose(drawn, targets[:1]).any()
-    # The generators of the run go on as if nothing had been drawn.
+    # Reading does not change the states of the run's generators.
     assert (random.random(), np.random.rand(), torch.rand(())) == before
 
 
@@ -190,7 +190,7 @@ def test_no_items_have_the_shape_of_some(mine):
 
 
 def test_items_that_are_no_pairs_need_a_collate(mine):
-    with pytest.raises(DataError, match=r"not a pair \(inputs, targets\).*data\.collate"):
+    with pytest.raises(DataError, match=r"not a pair .*data\.collate"):
         open_data(settings(f"{mine}.dicts"))
     words = (f"data.collate={mine}.pairs_of_dicts", "data.validation_fraction=0", "data.size=3")
     source = open_data(settings(f"{mine}.dicts", *words))
@@ -206,13 +206,13 @@ def test_items_that_are_no_pairs_need_a_collate(mine):
         (
             "number",
             DataError,
-            r"did not return a data set: expected an object with __len__.*got int",
+            r"expected an object with __len__.*got int",
         ),
         ("loader", DataError, r"got DataLoader; return its data set"),
-        ("Stream", DataError, r"got Stream; .* must be able to continue the same order"),
-        ("arrays", DataError, r"returned two arrays .*TensorDataset\(inputs, targets\)"),
-        ("dicts", DataError, r"a dict of x, y; .*such as \(item\['x'\], item\['y'\]\)"),
-        ("texts", DataError, r"such as \(item\['input_ids'\], item\['labels'\]\)"),
+        ("Stream", DataError, r"got Stream;"),
+        ("arrays", DataError, r"two arrays .*TensorDataset"),
+        ("dicts", DataError, r"\(item\['x'\], item\['y'\]\)"),
+        ("texts", DataError, r"\(item\['input_ids'\], item\['labels'\]\)"),
         ("triples", DataError, r"not a pair .*but a list of length 3"),
         ("pictures", DataError, r"TypeError: .*Picture.*return tensors"),
         ("fails", ConfigError, r"data\._target_=users_items\.fails.*ValueError: no such folder"),
@@ -223,7 +223,7 @@ def test_items_that_are_no_pairs_need_a_collate(mine):
 def test_what_fails_is_named_with_the_users_frames(mine, target, kind, message):
     with pytest.raises(kind, match=message) as raised:
         open_data(settings(f"{mine}.{target}"))
-    own = ("pictures", "Failing")  # the user's code failed, which may have been the network
+    own = ("pictures", "Failing")  # the user's code failed, possibly for a temporary reason
     assert exit_code_of(raised.value) == (1 if target in own else 2)
     if target == "Failing":
         trace = raised.value.__cause__.__traceback__
@@ -235,7 +235,7 @@ def test_what_fails_is_named_with_the_users_frames(mine, target, kind, message):
 
 
 def test_without_a_target_it_is_said_what_to_give():
-    with pytest.raises(ConfigError, match=r"data, expected a _target_.*my\.module\.dataset"):
+    with pytest.raises(ConfigError, match=r"_target_.*my\.module\.dataset"):
         compose_config(["model={_target_:my.build}", "data=own"])
 
 
@@ -323,13 +323,13 @@ def test_a_data_set_that_cannot_be_handed_over_is_said(mine):
         BatchReader(source.train, True, True), [ReadRequest([1], 0)], 1, 2, 60.0
     )
     with warnings.catch_warnings(), pytest.raises(DataError, match=r"cannot be pickled.*workers=0"):
-        warnings.simplefilter("error")  # torch said the same ahead of it, in five lines
+        warnings.simplefilter("error")  # regression: torch warned before the error was raised
         next(readings)
     readings.close()
 
 
 def test_an_item_that_does_not_fit_the_others_is_named(mine):
-    """`items 3 to 5` named a range, of which most were not in the batch."""
+    """Regression: the message named a range of items, most of which were not in the batch."""
     train = open_data(settings(f"{mine}.ragged", "data.validation_fraction=0")).train.whole
     with pytest.raises(DataError) as failure:
         train.read_inputs([3, 9, 7, 1, 5])

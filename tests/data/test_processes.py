@@ -1,4 +1,4 @@
-"""Processes that read ahead: which signals they outlive, and that none is left behind."""
+"""Tests of worker processes that read ahead: which signals they ignore, and when they end."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ RUN = (
 
 
 class Numbers:
-    """Sample i is i, its target 10 i; all reads but that of sample 0 may take long."""
+    """Dataset with input i and target 10 i; all reads except those of sample 0 take `takes_s`."""
 
     num_samples = 10
 
@@ -58,10 +58,10 @@ class Numbers:
 
 
 def children(pid: int) -> set[int]:
-    """Return the processes that read for one, from the moment at which they are there."""
+    """Return the process ids of the worker processes that a process has spawned."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # a thread or a process has ended meanwhile
+        with suppress(OSError):  # a thread or process has ended
             for child in (task / "children").read_text().split():
                 if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.add(int(child))
@@ -69,7 +69,7 @@ def children(pid: int) -> set[int]:
 
 
 def is_there(pid: int) -> bool:
-    """Say whether a process runs; one that is dead and not yet waited for does not."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -82,7 +82,7 @@ def readers(dataset: Numbers) -> ProcessReaders:
 
 
 def test_reader_outlives_signals_from_its_first_moment():
-    """A signal to the whole job while a reader still started ended it, and so the run."""
+    """Regression: a signal to all processes ended a worker that was still starting, and the run."""
     seen, is_over = set(), threading.Event()
 
     def pester():
@@ -105,12 +105,12 @@ def test_reader_outlives_signals_from_its_first_moment():
 
 
 def test_signal_while_readers_start_reaches_the_run(monkeypatch):
-    """Readers are born with signals blocked; what comes for the run meanwhile is not lost."""
+    """Signals are blocked while workers start; a signal to the run is delivered afterwards."""
     came, before = [], signal.pthread_sigmask(signal.SIG_BLOCK, ())
     started = ProcessReaders._loader
 
     def loader(self):
-        # To this thread: what comes for the process may be taken by any other thread.
+        # Send it to this thread; another thread could handle a signal to the process.
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         assert not came
         return started(self)
@@ -129,7 +129,7 @@ def test_signal_while_readers_start_reaches_the_run(monkeypatch):
 
 @pytest.mark.slow
 def test_reader_in_a_long_read_ends_when_closed(until):
-    """It ignores what asks it to end, so it is killed: nobody waits for the data set."""
+    """A worker ignores SIGTERM, so it is killed; the run does not wait for its read."""
     reading = readers(Numbers(takes_s=1000.0))
     next(reading)
     (child,) = children(os.getpid())
@@ -143,7 +143,7 @@ def test_reader_in_a_long_read_ends_when_closed(until):
 def test_job_signalled_while_readers_of_a_validation_start_is_stopped(
     start, until, tmp_path, number
 ):
-    """The readers that a validation starts anew died of the signal, and the run with them."""
+    """Regression: workers started for a validation died of the signal, and the run failed."""
     (tmp_path / "users_items.py").write_text(MODULE)
     command = start(
         *RUN,
@@ -165,7 +165,7 @@ def test_job_signalled_while_readers_of_a_validation_start_is_stopped(
 
 @pytest.mark.slow
 def test_reader_in_a_long_read_ends_with_a_run_that_is_killed(start, until, tmp_path):
-    """torch looks between reads only: a reader in a long one stayed when its run was gone."""
+    """Regression: a worker in a long read outlived its run, as torch checks only between reads."""
     (tmp_path / "users_items.py").write_text(MODULE)
     command = start(*RUN, "data._target_=users_items.Endless")
     until((tmp_path / "reads").exists, 60, "a reader reads")

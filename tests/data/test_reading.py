@@ -1,4 +1,4 @@
-"""Reading ahead: the same batches in the same order, errors that arrive, threads that end."""
+"""Tests of reading ahead in threads: order of batches, errors, and end of the threads."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ REQUESTS = [ReadRequest([epoch, 7, 3, 9 - epoch], epoch) for epoch in range(8)]
 
 @dataclass(frozen=True)
 class Numbers:
-    """Sample i in epoch e is i + e / 100, its target 10 i; some are corrupt."""
+    """Dataset with input i + epoch / 100 and target 10 i; some samples are corrupt or missing."""
 
     corrupt: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Meeting(Numbers):
-    """The first two reads wait for each other."""
+    """Dataset whose first two reads wait for each other."""
 
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=30))
 
@@ -69,7 +69,7 @@ def test_reading_ahead_changes_nothing():
 
 
 def test_only_what_is_needed_is_read():
-    """An input that cannot be had does not trouble who reads targets alone."""
+    """Unreadable inputs raise no error on a rank that reads only targets."""
     broken = Numbers(missing=tuple(range(10)))
     reading = BatchReader(broken, inputs=False, targets=True, tolerance=3).read(REQUESTS[0])
     assert reading.inputs is None and reading.targets.tolist() == [0, 70, 30, 90]
@@ -92,7 +92,7 @@ def test_error_comes_with_the_batch_that_has_it(workers):
 def test_next_readable_sample_takes_the_place_of_a_corrupt_one(workers):
     reading = readers(Numbers(corrupt=(7, 8, 9)), workers, tolerance=5)
     first = next(reading)
-    assert first.used == [0, 0, 3, 0]  # 7, 8 and 9 lead around to 0
+    assert first.used == [0, 0, 3, 0]  # 7, 8 and 9 are corrupt; the next one is 0
     assert first.inputs.tolist() == [0, 0, 3, 0] and first.targets.tolist() == [0, 0, 30, 0]
     assert sorted(first.corrupt) == ["s7", "s8", "s9"]
     reading.close()
@@ -156,7 +156,7 @@ def test_what_was_read_ahead_is_dropped_when_closed():
 
 def test_reader_that_hangs_is_reported():
     reading = readers(Numbers(slow_s=1), 1, timeout_s=0.3)
-    with pytest.raises(DataError, match=r"no batch was read within comm\.timeout_s=0\.3 s"):
+    with pytest.raises(DataError, match=r"comm\.timeout_s=0\.3 s"):
         next(reading)
     reading.close()
 

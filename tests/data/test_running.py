@@ -1,4 +1,4 @@
-"""Whole runs on small real files: every kind of data, resumption, corrupt samples, who reads."""
+"""Runs on small files: every kind of data, resuming, corrupt samples, and who reads what."""
 
 import json
 import os
@@ -56,7 +56,7 @@ TEXTS = [f"document number {number}" for number in range(30)]
 
 
 class NoisyItems:
-    """Items that each epoch varies in another way."""
+    """Data set whose items have random noise."""
 
     def __init__(self, size: int = 40) -> None:
         self.size = size
@@ -69,7 +69,7 @@ class NoisyItems:
 
 
 def prepare(files, kind: str, root: Path) -> tuple[str, ...]:
-    """Write small files of a kind; return the settings for them, and of a model that fits."""
+    """Write small files of a kind; return settings for the files and for a suitable model."""
     match kind:
         case "idx" | "fashion_mnist":
             files.write_idx(root, packed=kind == "fashion_mnist")
@@ -122,7 +122,7 @@ def train(config: Config, num_ranks: int = 1) -> None:
 
 
 def lines(run: Path) -> list[dict[str, float]]:
-    """Return what metrics.jsonl says of steps and validations, without how long saves took."""
+    """Return the lines of metrics.jsonl about steps and validations, without those about saves."""
     told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in told if line.keys() & {"loss", "validation_loss"}]
 
@@ -131,7 +131,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "data"
 
 
 KINDS = sorted(path.stem for path in CONF.glob("*.yaml"))
-# Their formats have tests of their own, or a fast one here stands for them.
+# Slow tests: these formats have other tests, or a similar kind runs in the fast tests.
 LATER = ("cifar100", "fashion_mnist", "synthetic", "synthetic_vectors", "text", "python_source")
 MARKS = dict.fromkeys(LATER, pytest.mark.slow)
 
@@ -149,7 +149,7 @@ def test_every_kind_trains_two_steps_and_validates(files, tmp_path, kind):
 
 
 class Read:
-    """Which images each rank was given to train on, by step; image i is filled with i."""
+    """Recorder of the training images of each replica by step; all pixels of image i are i."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_step: dict[int, dict[int, list[int]]] = {}
@@ -166,13 +166,13 @@ class Read:
         monkeypatch.setattr(session_module.Session, "next_batch", next_batch)
 
     def samples(self, *steps: int) -> list[int]:
-        """Return the samples of these steps, replica after replica."""
+        """Return the sample indices of these steps, in order of replicas."""
         taken = (self.by_step[step] for step in steps)
         return [index for step in taken for replica in sorted(step) for index in step[replica]]
 
 
 def changed(config: Config, *settings: str) -> Config:
-    """Return a copy with some settings changed; composing anew takes longer than such a run."""
+    """Return a copy of a config with other settings, which is faster than composing a new one."""
     copy = deepcopy(config)
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -183,7 +183,7 @@ def changed(config: Config, *settings: str) -> Config:
 
 @pytest.fixture
 def numbered(files, tmp_path: Path) -> Callable[..., Config]:
-    """Return a function that gives a run on 20 images of which each shows its number."""
+    """Return a function from settings to a config for 20 images that show their index."""
     files.write_idx(tmp_path / "data", 20, 6)
     size = ("data.height=8", "data.width=8", "data.mean=[0]", "data.std=[1]", "train.steps=9")
     where = f"data.path={tmp_path}/data"
@@ -193,7 +193,7 @@ def numbered(files, tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_run_resumes_in_mid_epoch_with_other_replicas(numbered, tmp_path, monkeypatch, workers):
-    """Steps of 6, 6, 6, 2 make an epoch; the first run ends after 2, having read ahead."""
+    """An epoch has steps of 6, 6, 6 and 2 samples; the first run stops after two of them."""
     reader = f"data.workers={workers}"
     whole = Read(monkeypatch)
     train(numbered("whole"))
@@ -223,7 +223,7 @@ def test_run_on_synthetic_data_resumes_with_other_workers(tmp_path):
 
 @pytest.mark.parametrize("kind", ["arrays", "own"])
 def test_own_data_go_on_in_mid_epoch_in_another_layout(files, tmp_path, kind):
-    """Items that are varied at random are the same ones on every rank, and after a restart."""
+    """Random augmentations of items are the same on every rank and after a restart."""
     (tmp_path / "data").mkdir()
     words = [*prepare(files, kind, tmp_path / "data"), "train.steps=9", "train.batch_size=16"]
     config = compose_config([f"data={kind}", *COMMON, *words])
@@ -238,7 +238,7 @@ def test_own_data_go_on_in_mid_epoch_in_another_layout(files, tmp_path, kind):
 def test_other_order_than_the_checkpoints_is_refused_or_begun_anew(
     numbered, tmp_path, monkeypatch, change
 ):
-    """It was accepted in silence: some samples came twice in an epoch and others never."""
+    """Regression: a changed order was accepted; some samples were repeated, others skipped."""
     train(numbered("first", "train.stop_at=2"))
     resume = f"checkpoint.resume={tmp_path}/first"
     with pytest.raises(CheckpointError, match=f"{change.replace('=', ': was [06], is ')}.*=new"):
@@ -249,7 +249,7 @@ def test_other_order_than_the_checkpoints_is_refused_or_begun_anew(
     sampler = ShuffledSampler(20, anew.train.batch_size, anew.train.seed)
     expected = sampler.batch(0)[0] + sampler.batch(sampler.batch(0)[1])[0]
     assert read.samples(2, 3) == expected
-    # Started again by the same command, it goes on with what it began anew.
+    # A second start with the same command resumes the new order.
     again = changed(anew, "checkpoint.resume=auto", "train.stop_at=5")
     train(again)
     assert lines(tmp_path / "anew")[-2]["position"] == 3 * sampler.batch_size
@@ -258,7 +258,7 @@ def test_other_order_than_the_checkpoints_is_refused_or_begun_anew(
 
 
 def test_refused_data_leave_the_run_as_it_was(numbered, tmp_path):
-    """What lies past the step to start from was put away before anybody looked at the data."""
+    """Regression: later checkpoints were moved away before the data was checked."""
     train(numbered("run", "train.stop_at=4", "checkpoint.every=2", "checkpoint.keep=9"))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert len(kept) == 2
@@ -277,7 +277,7 @@ def test_validation_alone_takes_other_data(numbered, tmp_path):
 
 @pytest.mark.slow
 def test_augmented_images_do_not_depend_on_layout_or_readers(files, tmp_path):
-    """Of one batch in one piece, in four, read ahead by two processes: the same to the bit."""
+    """Losses are bitwise equal for two stages and for two workers, and close with replicas."""
     files.write_cifar10(tmp_path / "data")
     common = ("data=cifar10", *COMMON, *CONVOLUTIONS, f"data.path={tmp_path}/data")
     layouts = {
@@ -298,7 +298,7 @@ def test_augmented_images_do_not_depend_on_layout_or_readers(files, tmp_path):
 
 @pytest.fixture
 def damaged(files, tmp_path: Path) -> Callable[..., Config]:
-    """Return a function that gives a run on 12 images of which three are damaged."""
+    """Return a function from settings to a config for 12 images, three of which are damaged."""
     root = files.write_folder(tmp_path / "data")
     for name in ("train/n00/001.png", "train/n02/002.JPEG", "train/n02/003.png"):
         (root / name).write_bytes(b"\x89PNG but no more")
@@ -309,7 +309,7 @@ def damaged(files, tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.mark.slow
 def test_corrupt_images_are_replaced_alike_on_every_layout(damaged, tmp_path, caplog):
-    """Who reads images tells who reads classes: a wrong class would show in the loss."""
+    """Ranks that read targets use the same replacements; a wrong class would change the loss."""
     skip = ("data.corrupt=skip", "train.validate_every=3")
     layouts = {
         "one": ((), 1),
@@ -329,11 +329,11 @@ def test_corrupt_images_are_replaced_alike_on_every_layout(damaged, tmp_path, ca
 
 
 def test_target_of_a_replaced_image_is_that_of_its_substitute(damaged):
-    """The same run on data where the substitutes stand in place of the damaged images."""
+    """The last stage reads the targets of the images that replace the damaged ones."""
     config = damaged("run", "data.corrupt=skip")
     data = open_data(config.data).train
     names = list(data.store.names)
-    # By number: 1 -> 2, 10 -> 0 and 11 -> 0, as 10 is followed by 11, and 11 by 0.
+    # Replacements by index: 1 -> 2; 10 -> 11 -> 0, since 11 is damaged too.
     assert [names[i] for i in (1, 10, 11)] == ["n00/001.png", "n02/002.JPEG", "n02/003.png"]
     seen = []
 
@@ -372,20 +372,20 @@ def test_count_of_corrupt_images_is_kept_over_a_resumption(damaged, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_corrupt_image_stops_the_run_and_is_named(damaged, workers):
-    with pytest.raises(DataError, match=r"data: .*/n0\d/00\d\.\w+ is corrupt: expected a JPEG or"):
+    with pytest.raises(DataError, match=r"/n0\d/00\d\.\w+ is corrupt"):
         train(damaged("run", f"data.workers={workers}"), 2)
     assert not [each.name for each in threading.enumerate() if each.name.startswith("reader")]
 
 
 def test_more_corrupt_images_than_borne_stop_the_run(damaged):
-    with pytest.raises(DataError, match=r"data.max_corrupt=2 allows: data: .* is corrupt"):
+    with pytest.raises(DataError, match=r"data\.max_corrupt=2"):
         train(damaged("run", "data.corrupt=skip", "data.max_corrupt=2"), 2)
 
 
 def test_only_ranks_that_use_a_thing_read_it(files, tmp_path, monkeypatch):
-    """The first rank decodes images, the last looks at classes, the middle one opens nothing.
+    """The first rank decodes images, the last reads classes, the middle one opens nothing.
 
-    Rank 0 reads one micro-batch whole, for the memory that is planned.
+    Rank 0 also reads the targets of one micro-batch, to plan memory.
     """
     calls: list[tuple[str, str]] = []
 
@@ -422,7 +422,7 @@ def test_only_ranks_that_use_a_thing_read_it(files, tmp_path, monkeypatch):
 
 
 def test_of_arrays_the_first_rank_reads_inputs_and_the_last_targets(files, tmp_path, monkeypatch):
-    """Rank 0 alone looks at a few rows of both, to know the data again."""
+    """Only rank 0 also reads single rows of both arrays, to identify the data."""
     calls: list[tuple[str, str]] = []
     read = StoredArray.rows
 
@@ -442,9 +442,9 @@ def test_of_arrays_the_first_rank_reads_inputs_and_the_last_targets(files, tmp_p
 
 @pytest.mark.slow
 def test_data_that_take_long_to_open_end_no_run(files, tmp_path, monkeypatch):
-    """Rank 0 indexed within a collective, and counted tokens within another: a time-out ended it.
+    """Regression: rank 0 indexed data and counted tokens within collectives, which timed out.
 
-    The first and the last rank take longer than any wait between ranks may.
+    Opening takes longer here than the time limit of a collective.
     """
     original = start_data.open_data
 
@@ -465,7 +465,7 @@ def test_data_that_take_long_to_open_end_no_run(files, tmp_path, monkeypatch):
 
 
 def test_ranks_that_see_other_files_do_not_start(files, tmp_path, monkeypatch):
-    """Machines whose copies of the data differ would train on other samples than they say."""
+    """Ranks whose copies of the data differ raise an error at the start."""
     root = files.write_folder(tmp_path / "data")
     original = start_data.open_data
 
@@ -501,7 +501,7 @@ class Items:
 
 @pytest.mark.slow
 def test_processes_that_read_outlive_the_signal_that_stops_the_run(start, until, tmp_path):
-    """A cluster signals all processes of a job: readers ended, and with them the last step."""
+    """Regression: a signal to all processes of a job ended the workers and failed the last step."""
     (tmp_path / "users_items.py").write_text(f"import torch\n\n{ITEMS}")
     words = ("data=own", "data._target_=users_items.Items", "data.workers=2", "train.steps=100000")
     command = start(*MLP, *COMMON[:-4], *words, "run.dir=run")

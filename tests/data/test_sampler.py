@@ -1,4 +1,4 @@
-"""The order of samples: each once an epoch, whatever the batches, with nothing to remember."""
+"""Tests of the sampler: each sample once per epoch, for any batch size, without state."""
 
 from collections import Counter
 from itertools import chain
@@ -41,7 +41,7 @@ def test_batches_stop_at_the_end_of_an_epoch():
 
 
 def test_other_batch_size_continues_where_the_first_stopped():
-    """A resumed run may change its batch: the order within the epoch stays."""
+    """The order within an epoch does not depend on the batch size."""
     whole = flat(epoch(ShuffledSampler(100, 100, seed=3)))
     first, position = ShuffledSampler(100, 30, seed=3).batch(0)
     rest, _ = ShuffledSampler(100, 70, seed=3).batch(position)
@@ -59,12 +59,12 @@ def test_order_depends_on_seed_and_epoch_alone():
 
 
 def test_order_is_pinned():
-    """Changing it would make resumed runs see other samples: it is part of the checkpoint."""
+    """The order must not change between versions, since checkpoints store only a position."""
     assert ShuffledSampler(10, 10, seed=0).batch(0)[0] == [2, 3, 8, 7, 4, 1, 0, 5, 9, 6]
 
 
 def test_all_orders_of_four_are_equally_likely():
-    """Chi-squared over 24 orders: 23 degrees of freedom, so 64 is 6 sigma away."""
+    """Chi-squared test over 24 orders: 23 degrees of freedom, so 64 is 6 sigma away."""
     num_keys = 4_800
     places = np.arange(4, dtype=np.uint64)
     counts = Counter(tuple(permute(places, 4, (seed, 0)).tolist()) for seed in range(num_keys))
@@ -74,7 +74,7 @@ def test_all_orders_of_four_are_equally_likely():
 
 
 def test_neighbours_are_spread_evenly():
-    """Where 0 and 1 go together, of 7: 42 pairs, 41 degrees of freedom, 96 is 6 sigma away."""
+    """Chi-squared test of where 0 and 1 of 7 go: 42 pairs, 41 degrees of freedom; 96 is 6 sigma."""
     num_keys = 2_100
     places = np.arange(2, dtype=np.uint64)
     counts = Counter(tuple(permute(places, 7, (0, epoch)).tolist()) for epoch in range(num_keys))
@@ -101,7 +101,7 @@ def test_validation_is_read_in_order_with_its_tail(max_batches, sizes):
 
 
 def test_part_of_validation_comes_from_all_of_it():
-    """The first 16 batches were the first classes of a folder, and the first file of tokens."""
+    """Regression: a subset contained only the first classes, or the first file of tokens."""
     chosen = np.array(flat(list(validation_batches(3_000, 8, 16))))
     assert len(set(chosen)) == 128
     per_class = np.bincount(chosen // 100, minlength=30)  # sorted: 100 samples of each class
@@ -114,5 +114,5 @@ def test_more_validation_batches_hold_those_of_fewer():
 
 
 def test_validation_samples_are_pinned():
-    """Changing them would break the curves of runs that go on: no seed enters."""
+    """Validation samples must not change between versions, and do not depend on the seed."""
     assert flat(list(validation_batches(100, 3, 2))) == [2, 21, 29, 78, 84, 95]

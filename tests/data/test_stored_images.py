@@ -1,4 +1,4 @@
-"""IDX, CIFAR and the digits: what is read is what was written, and damage is named."""
+"""Tests of IDX files, CIFAR and scikit-learn's digits: values read, and damaged files."""
 
 import gzip
 import math
@@ -54,7 +54,7 @@ def test_sample_is_the_same_alone_and_in_company(files, tmp_path):
 
 
 def test_baseline_is_the_cost_of_guessing_by_frequency(files, tmp_path):
-    files.write_idx(tmp_path, 20, 1)  # each class twice: with one more each, all a tenth
+    files.write_idx(tmp_path, 20, 1)  # each class twice, so all smoothed frequencies are 1/10
     assert open_data(idx(tmp_path)).baseline() == pytest.approx(math.log(10))
     files.write_idx(tmp_path, 20, 0)
     assert open_data(idx(tmp_path)).baseline() is None
@@ -62,13 +62,11 @@ def test_baseline_is_the_cost_of_guessing_by_frequency(files, tmp_path):
 
 def test_idx_of_another_format_is_named(files, tmp_path):
     made = files.write_idx(tmp_path)
-    made.train_images.write_bytes(b"\x80\x04" + made.train_images.read_bytes())  # a pickle, say
-    with pytest.raises(
-        DataError, match=r"train-images-idx3-ubyte is not an IDX.*00 00 08 03, got '80"
-    ):
+    made.train_images.write_bytes(b"\x80\x04" + made.train_images.read_bytes())  # like a pickle
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte .*00 00 08 03, got '80"):
         open_data(idx(tmp_path))
     made.train_images.write_bytes(made.train_labels.read_bytes())
-    with pytest.raises(DataError, match="not an IDX file of uint8 with 3 dimensions"):
+    with pytest.raises(DataError, match=r"not an IDX file .*3 dimensions"):
         open_data(idx(tmp_path))
 
 
@@ -77,7 +75,7 @@ def test_idx_of_another_length_is_named(files, tmp_path, change):
     made = files.write_idx(tmp_path)
     content = made.train_images.read_bytes()
     made.train_images.write_bytes(change(content))
-    expected = rf"train-images.*does not match its header: expected {len(content)} bytes"
+    expected = rf"train-images.*expected {len(content)} bytes"
     with pytest.raises(DataError, match=expected):
         open_data(idx(tmp_path))
 
@@ -87,11 +85,11 @@ def test_idx_of_another_length_is_named(files, tmp_path, change):
     [
         (
             lambda content: gzip.compress(content[:-1]),
-            "fewer than the 1280 bytes given in its header",
+            "fewer than the 1280 bytes",
         ),
         (
             lambda content: gzip.compress(content + b"x"),
-            "more than the 1280 bytes given in its header",
+            "more than the 1280 bytes",
         ),
         (lambda content: gzip.compress(content)[:-9], "ended before"),
         (lambda content: gzip.compress(content)[:-8] + bytes(8), "CRC"),
@@ -102,7 +100,7 @@ def test_damaged_gz_is_named_at_the_first_read(files, tmp_path, spoil, words):
     made = files.write_idx(tmp_path, 20, packed=True)
     made.train_images.write_bytes(spoil(gzip.decompress(made.train_images.read_bytes())))
     source = open_data(idx(tmp_path))
-    with pytest.raises(DataError, match=rf"train-images-idx3-ubyte\.gz cannot be read.*{words}"):
+    with pytest.raises(DataError, match=rf"train-images-idx3-ubyte\.gz .*{words}"):
         source.train.read_inputs([0])
 
 
@@ -116,16 +114,14 @@ def test_header_that_promises_terabytes_allocates_nothing(files, tmp_path):
 
 def test_idx_of_another_size_says_which_settings(files, tmp_path):
     files.write_idx(tmp_path, size=8)
-    with pytest.raises(
-        DataError, match=r"width \(1, 8, 8\), but the settings are \(1, 9, 8\); set data.cha"
-    ):
+    with pytest.raises(DataError, match=r"\(1, 8, 8\), .*\(1, 9, 8\)"):
         open_data(idx(tmp_path, height=9))
 
 
 def test_labels_of_another_set_are_refused(files, tmp_path):
     made = files.write_idx(tmp_path, 20, 6)
     made.t10k_labels.write_bytes(made.train_labels.read_bytes())
-    with pytest.raises(DataError, match=r"t10k-labels.* expected 6 labels, got 20"):
+    with pytest.raises(DataError, match=r"t10k-labels.* 6 labels, got 20"):
         open_data(idx(tmp_path))
 
 
@@ -137,11 +133,11 @@ def test_class_that_is_none_is_refused(files, tmp_path):
 
 
 def test_missing_files_say_what_to_do(tmp_path):
-    with pytest.raises(DataError, match=r"neither train-images-idx3-ubyte nor .*\.gz exists in"):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte nor .*\.gz"):
         open_data(idx(tmp_path))
-    with pytest.raises(DataError, match="apt-get install dataset-fashion-mnist"):
+    with pytest.raises(DataError, match="dataset-fashion-mnist"):
         open_data(FashionMnistConfig(str(tmp_path / "none")))
-    with pytest.raises(DataError, match="apt-get install dataset-fashion-mnist"):
+    with pytest.raises(DataError, match="dataset-fashion-mnist"):
         open_data(FashionMnistConfig(str(tmp_path)))
 
 
@@ -167,7 +163,7 @@ def test_cifar_cut_short_is_named(files, tmp_path):
     files.write_cifar10(tmp_path)
     path = tmp_path / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"data_batch_3\.bin ends inside a record: exp.*3073"):
+    with pytest.raises(DataError, match=r"data_batch_3\.bin .*3073"):
         open_data(cifar(tmp_path))
     path.unlink()
     with pytest.raises(DataError, match=r"data_batch_3\.bin cannot be read"):
@@ -178,7 +174,7 @@ def test_cifar_with_a_class_that_is_none_is_named(files, tmp_path):
     files.write_cifar10(tmp_path)
     path = tmp_path / "data_batch_2.bin"
     path.write_bytes(b"\x0b" + path.read_bytes()[1:])
-    with pytest.raises(DataError, match=r"data_batch_2\.bin has a class out of range.*got 11"):
+    with pytest.raises(DataError, match=r"data_batch_2\.bin .*got 11"):
         open_data(cifar(tmp_path)).train.read_targets([0])
 
 
@@ -198,7 +194,7 @@ def test_digits_are_split_by_their_number():
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"needs scikit-learn.*pip install scikit-learn"):
+    with pytest.raises(DataError, match=r"pip install scikit-learn"):
         open_data(DigitsConfig(mean=[0.0], std=[1.0]))
 
 
@@ -216,13 +212,13 @@ def test_training_images_are_shifted_and_others_are_not(files, tmp_path):
 
 
 def test_header_of_a_packed_file_allocates_nothing(tmp_path):
-    """Deflate may shrink a thousandfold, so 100 KB could hold the 60 MB that a header says."""
+    """A compressed file of 100 KB could contain the 60 MB that its header claims, but does not."""
     header = struct.pack(">BBBB3I", 0, 0, 8, 3, 20, 1, 3_000_000)
     path = tmp_path / "images.gz"
     path.write_bytes(gzip.compress(header + np.random.default_rng(0).bytes(100_000)))
     file = IdxFile.open(path, 3)
     tracemalloc.start()
-    with pytest.raises(DataError, match="fewer than the 60000000 bytes given in its header"):
+    with pytest.raises(DataError, match="fewer than the 60000000 bytes"):
         file.read()
     assert tracemalloc.get_traced_memory()[1] < 2**23
     tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""Samples from their number alone."""
+"""Tests of synthetic data, whose samples depend only on their index."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_vectors_are_uniform_and_classes_all_used():
 
 
 def test_classes_come_from_one_linear_map():
-    """A linear classifier fitted to the first samples gets later ones right as well."""
+    """A linear classifier fitted to the first samples classifies later samples correctly."""
     data = open_data(VECTORS).train
     vectors, classes = data.read_inputs(range(400)), data.read_targets(range(400))
     wanted = torch.nn.functional.one_hot(classes, 3).float() - 1 / 3
@@ -83,7 +83,7 @@ def test_images_are_in_range_and_classes_all_used():
 
 
 def test_images_are_a_picture_of_their_class_and_noise():
-    """The means of each class differ, and both splits show the same pictures."""
+    """The means of the classes differ, and training and validation have the same means."""
     train, validation = open_data(IMAGES).train, open_data(IMAGES).validation
     images, classes = train.read_inputs(range(400)), train.read_targets(range(400))
     means = torch.stack([images[classes == each].mean(0) for each in range(3)])

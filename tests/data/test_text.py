@@ -1,4 +1,4 @@
-"""Text: windows over files, splits, and errors that name the file."""
+"""Tests of text data: windows over several files, splits, and errors that name the file."""
 
 import math
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_end_of_each_file_is_for_validation(tmp_path):
 
 
 def test_validation_comes_from_all_over_a_long_file(tmp_path):
-    """The end of a file alone was held back: in one sorted by source, the last source."""
+    """Regression: only the end of a file was used for validation, which may be a single source."""
     text = np.repeat(np.arange(200, dtype=np.uint8), 100)
     write(tmp_path / "a", text.tobytes())
     source = open_data(TextConfig([f"{tmp_path}/a"], validation_fraction=0.05, seq_len=5))
@@ -70,7 +70,7 @@ def test_validation_comes_from_all_over_a_long_file(tmp_path):
     assert sum(sizes) == 20_000 and abs(sizes[1] - 1_000) <= 12  # rounded in each part
     assert len(held) >= 10 and max(held) - min(held) > 150
     assert len(kept) == 200
-    # Each token is on one side: windows are cut after the split.
+    # Each token is in exactly one part, as windows are cut after the split.
     segments = [*source.train.corpus.segments, *source.validation.corpus.segments]
     places = sorted((each.start, each.stop) for each in segments)
     assert [start for start, _ in places] == [0, *(stop for _, stop in places[:-1])]
@@ -93,7 +93,7 @@ def test_files_of_token_numbers(tmp_path, dtype):
     source = open_data(config)
     assert source.train.read_targets([1]).tolist() == [list(range(1017, 1033))]
     config.vocab_size = 1020
-    with pytest.raises(DataError, match=r"less than data\.vocab_size=1020, got 1020"):
+    with pytest.raises(DataError, match=r"data\.vocab_size=1020, got 1020"):
         open_data(config).train.read_inputs([1])
 
 
@@ -110,7 +110,7 @@ def test_empty_file_is_named(tmp_path):
 
 def test_file_that_ends_inside_a_token_is_named(tmp_path):
     write(tmp_path / "odd.bin", b"abc")
-    with pytest.raises(DataError, match=r"odd\.bin ends inside a token.*multiple of 2"):
+    with pytest.raises(DataError, match=r"odd\.bin .*multiple of 2"):
         open_data(TextConfig([f"{tmp_path}/odd.bin"], dtype="uint16"))
 
 
@@ -121,7 +121,7 @@ def test_too_little_text_is_refused(tmp_path):
 
 
 def test_nothing_is_opened_before_the_first_read(tmp_path):
-    """Ranks of inner stages may live where the files cannot be read."""
+    """Ranks that need no samples may run where the files cannot be read."""
     path = write(tmp_path / "a", bytes(100))
     source = open_data(TextConfig([str(path)], seq_len=10))
     assert source.train.num_samples == 9
@@ -134,7 +134,7 @@ def test_file_that_shrank_is_named(tmp_path):
     path = write(tmp_path / "a", bytes(100))
     source = open_data(TextConfig([str(path)], seq_len=10))
     path.write_bytes(bytes(20))
-    with pytest.raises(DataError, match=f"{path} has changed: expected at least 100"):
+    with pytest.raises(DataError, match=f"{path} has changed: .*100"):
         source.train.read_inputs([0])
 
 
@@ -185,7 +185,7 @@ def test_standard_library_of_this_machine_is_there():
     source = open_data(PythonSourceConfig())
     assert source.train.num_samples * 128 > 5_000_000
     assert source.validation.num_samples > 0
-    # English-like text in bytes: far under ln 256 = 5.55, far over a trained model.
+    # Bytes of text have much less than ln 256 = 5.55, but more than a trained model.
     assert 2.5 < source.baseline() < 4.0
 
 
@@ -195,14 +195,14 @@ def test_folder_without_python_is_named(tmp_path):
 
 
 def test_unigram_entropy_of_known_frequencies(tmp_path):
-    train = write(tmp_path / "t", b"\0" * 97 + b"\1" * 1)  # with one more each: 98 and 2 of 100
+    train = write(tmp_path / "t", b"\0" * 97 + b"\1" * 1)  # smoothed counts: 98 and 2
     held = write(tmp_path / "v", b"\0\0\0\1")
     corpora = [
         Corpus([Segment(whole_file(each, ""), 0, each.stat().st_size)]) for each in (train, held)
     ]
     expected = -(3 * math.log(0.98) + math.log(0.02)) / 4
     assert unigram_entropy(*corpora, vocab_size=2) == pytest.approx(expected, rel=1e-12)
-    # The limit leaves one token of each, both 0: seen once more than 1, so 2 of 3.
+    # With the limit, one token 0 is counted in each text: smoothed counts are 2 and 1.
     assert unigram_entropy(*corpora, vocab_size=2, limit=1) == pytest.approx(-math.log(2 / 3))
 
 
@@ -221,7 +221,7 @@ def test_folders_of_token_files(tmp_path):
     data = open_data(config).train
     assert data.num_samples == 3
     assert data.read_inputs([0, 2]).tolist() == [[*range(2000, 2013)], [*range(2026, 2039)]]
-    with pytest.raises(DataError, match=r"no files or \.bin or \.npy files in a folder match"):
+    with pytest.raises(DataError, match=r"\.bin or \.npy files"):
         open_data(TokensConfig([f"{tmp_path}"]))
     with pytest.raises(DataError, match="no files match"):
         open_data(TextConfig([f"{tmp_path}"]))
@@ -229,8 +229,8 @@ def test_folders_of_token_files(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.npy", "a.npz"])
 def test_arrays_are_no_text(tmp_path, name):
-    """A model trained on NumPy's header and on the halves of numbers, and the run ended well."""
+    """Regression: a model trained on the bytes of a NumPy file, header included."""
     save = np.save if name.endswith("y") else np.savez
     save(tmp_path / name, np.arange(1000, dtype=np.uint16))
-    with pytest.raises(DataError, match=r"a NumPy file.*data=tokens.*data=arrays data\.inputs="):
+    with pytest.raises(DataError, match=r"data=tokens.*data=arrays"):
         open_data(TextConfig([str(tmp_path / name)]))

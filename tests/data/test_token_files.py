@@ -1,4 +1,4 @@
-"""Files of tokens: every format by its own rules, what is no such file refused, few kept open."""
+"""Tests of token files: formats, files that contain no tokens, and the limit of open files."""
 
 import errno
 import io
@@ -20,7 +20,7 @@ from gpipe_hpc.errors import DataError
 
 
 def tokens_of(*paths: Path | str, **settings) -> list[int]:
-    """Return all training tokens that windows of one token give."""
+    """Return all training tokens of the files."""
     config = TokensConfig(
         [str(path) for path in paths],
         **{"validation_fraction": 0.0, "seq_len": 1, "vocab_size": 2**20} | settings,
@@ -56,7 +56,7 @@ LONG = np.random.default_rng(0).integers(0, 50_000, 4000)
 
 @pytest.mark.parametrize("kind", ["uint8", "uint16", "int16", "uint32", "int32", "int64"])
 def test_npy_is_read_behind_its_header(tmp_path, kind):
-    """It was read as bare numbers: the run trained on the header, exit code 0."""
+    """Regression: a .npy file was read as raw numbers, so the run trained on its header."""
     tokens = LONG % 100
     np.save(tmp_path / "a.npy", tokens.astype(kind))
     assert tokens_of(tmp_path / "a.npy") == tokens.tolist()
@@ -83,7 +83,7 @@ def saved(array, **options) -> bytes:
         (saved(np.array([{}, None]), allow_pickle=True), r"does not contain tokens.*got \|O"),
         (
             saved(np.zeros(9, np.int32))[:-4],
-            "is damaged: expected 164 bytes according to its header",
+            "is damaged: expected 164 bytes",
         ),
         (b"\x93NUMPY\x02\x00\xff\xff\xff\xff{", "is damaged: expected a NumPy header"),
         (b"\x93NUMPY\x09\x00", "is damaged: expected a NumPy header"),
@@ -124,11 +124,11 @@ def test_header_that_lies_about_its_size_allocates_nothing(tmp_path):
 
 @pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (4, "<i4"), (5, "<i8"), (1, "u1")])
 def test_pair_of_megatron_is_read_by_its_index(tmp_path, code, kind):
-    """Whatever data.dtype says: read as 16 bits, every second of its 32-bit tokens was 0."""
+    """Regression: 32-bit tokens were read as 16 bits, so every second token was 0."""
     sequences = [LONG[:7] % 200, LONG[7:8] % 200, LONG[8:3000] % 200]
     data = megatron(tmp_path / "corpus_text_document", sequences, code, kind)
     expected = (LONG[:3000] % 200).tolist()
-    # By its data, its index, without ending as Megatron names it, in a folder, by a pattern.
+    # The pair may be named by .bin, by .idx, without suffix, by its folder or by a pattern.
     for path in (data, data.with_suffix(".idx"), data.with_suffix(""), tmp_path, f"{tmp_path}/*"):
         assert tokens_of(path) == expected
 
@@ -155,14 +155,14 @@ def test_damaged_index_of_megatron_is_refused(tmp_path, damage, message):
     data = megatron(tmp_path / "a", [[1, 2], [3]])
     index = data.with_suffix(".idx")
     index.write_bytes(damage(index.read_bytes()))
-    with pytest.raises(DataError, match=rf"a\.idx is damaged: expected .*{message}"):
+    with pytest.raises(DataError, match=rf"a\.idx is damaged.*{message}"):
         tokens_of(data)
 
 
 def test_pair_of_unlike_lengths_is_refused(tmp_path):
     data = megatron(tmp_path / "a", [[1, 2], [3]])
     data.write_bytes(data.read_bytes() + b"\0\0")
-    with pytest.raises(DataError, match=r"a\.bin is damaged: expected 6 bytes according to a\.idx"):
+    with pytest.raises(DataError, match=r"a\.bin is damaged: expected 6 bytes"):
         tokens_of(data)
 
 
@@ -179,13 +179,11 @@ def test_header_of_llmc_is_no_text(tmp_path, magic, version, kind):
     (tmp_path / "a.bin").write_bytes(header.tobytes() + LONG.astype(kind).tobytes())
     assert tokens_of(tmp_path / "a.bin") == LONG.tolist()
     (tmp_path / "a.bin").write_bytes(header.tobytes())
-    with pytest.raises(
-        DataError, match=r"is damaged: expected \d{4,5} bytes according to its header"
-    ):
+    with pytest.raises(DataError, match=r"is damaged: expected \d{4,5} bytes"):
         tokens_of(tmp_path / "a.bin")
 
 
-SMALL = LONG % 200  # as characters numbered from 0
+SMALL = LONG % 200  # like a vocabulary of characters
 LARGE = np.random.default_rng(1).integers(0, 128_000, 4000)
 
 
@@ -194,26 +192,24 @@ LARGE = np.random.default_rng(1).integers(0, 128_000, 4000)
     ("kind", "read"), [("uint32", "uint16"), ("int64", "uint16"), ("int64", "uint32")]
 )
 def test_wider_tokens_than_said_are_refused(tmp_path, tokens, kind, read):
-    """Tokens of 32 bits were read as 16 in silence: every second one was 0."""
+    """Regression: 32-bit tokens were read as 16 bits, so every second token was 0."""
     path = bare(tmp_path / "a.bin", tokens, kind)
-    with pytest.raises(
-        DataError, match=f"a.bin does not look like tokens of data.dtype={read}: every"
-    ):
+    with pytest.raises(DataError, match=f"a.bin .*data.dtype={read}"):
         tokens_of(path, dtype=read)
     assert tokens_of(path, dtype=kind) == tokens.tolist()
 
 
 def test_text_is_not_taken_for_tokens(tmp_path):
-    """Two letters make a number below 50,257."""
+    """Pairs of letters are valid 16-bit tokens below 50,257, but all bytes are printable."""
     path = tmp_path / "a.txt"
     path.write_text("It was a bright cold day in April.\n" * 40)
-    with pytest.raises(DataError, match="all bytes are printable characters, as in text"):
+    with pytest.raises(DataError, match="printable characters"):
         tokens_of(path)
     assert open_data(TextConfig([str(path)])).train.num_samples > 0
 
 
 def test_bytes_of_any_file_are_text(tmp_path):
-    """A model of bytes may read what it likes: archives, programs, arrays with their headers."""
+    """A model of bytes may train on any file, such as archives and programs."""
     path = tmp_path / "a.zip"
     path.write_bytes(b"PK\x03\x04" + bytes(range(60)))
     config = TextConfig([str(path)], validation_fraction=0.0, seq_len=4)
@@ -221,24 +217,21 @@ def test_bytes_of_any_file_are_text(tmp_path):
 
 
 def test_numbers_that_only_look_odd_are_read(tmp_path):
-    """Padding, repetition and small vocabularies are no other kind."""
+    """Padding, repetition and small vocabularies are not mistaken for another dtype."""
     padded = np.concatenate([LONG[:50], np.zeros(3000, int)])
     for tokens in (padded, np.zeros(500, int), np.arange(900) % 97, [7, 0] * 20, LONG % 2):
         assert tokens_of(bare(tmp_path / "a.bin", tokens)) == list(map(int, tokens))
 
 
 def test_token_beyond_the_vocabulary_is_named(tmp_path):
-    """It was a NumPy traceback from the loss of guessing, or named no file."""
+    """Regression: such a token gave a NumPy traceback or an error that named no file."""
     tokens = np.arange(1000) % 90
     tokens[777] = 97
     bare(tmp_path / "a.bin", np.arange(50))
     path = bare(tmp_path / "b.bin", tokens)
     config = TokensConfig([str(tmp_path)], seq_len=4, vocab_size=97)
     source = open_data(config)
-    message = (
-        rf"{path} has a token outside the vocabulary at position 777: expected 0 or more and less "
-        r"than data\.vocab_size=97, got 97 \(uint16\); raise data\.vocab_size and the model's"
-    )
+    message = rf"{path} .*position 777: .*data\.vocab_size=97, got 97 \(uint16\)"
     with pytest.raises(DataError, match=message):
         source.train.read_inputs(range(source.train.num_samples))
     with pytest.raises(DataError, match=message):
@@ -247,13 +240,13 @@ def test_token_beyond_the_vocabulary_is_named(tmp_path):
 
 def test_negative_token_is_named(tmp_path):
     path = bare(tmp_path / "a.bin", [*range(300), -1, 5], "int32")
-    with pytest.raises(DataError, match=r"at position 300: expected 0 or more.*got -1 \(int32\)"):
+    with pytest.raises(DataError, match=r"position 300: .*got -1 \(int32\)"):
         tokens_of(path, dtype="int32")
 
 
 @pytest.fixture
 def few_files():
-    """Let this process open only some more files than are open now."""
+    """Lower the limit of open files to 40 more than are open now."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     numbers = {int(number) for number in os.listdir("/proc/self/fd")}
     free = (number for number in range(before[0]) if number not in numbers)
@@ -264,14 +257,14 @@ def few_files():
 
 
 def test_more_shards_than_files_may_be_open(tmp_path, few_files):
-    """300 shards under a limit of 256 ended with: correct its permissions."""
+    """Regression: 300 shards failed under a limit of 256 open files, with a wrong remedy."""
     for number in range(150):
         bare(tmp_path / f"{number:03}.bin", np.full(20, number))
     assert tokens_of(tmp_path) == [number for number in range(150) for _ in range(20)]
 
 
 def test_maps_give_way_where_descriptors_are_scarce(tmp_path, few_files):
-    """Most maps are affordable by the limit, but somebody else has the descriptors."""
+    """The cache shrinks if other code of the process uses the file descriptors."""
     files = [whole_file(bare(tmp_path / str(n), [n, n]), str(n)) for n in range(90)]
     maps = MappedFiles(most=80)
     kept = [maps.tokens(file)[0] for file in files]
@@ -293,7 +286,7 @@ def test_map_unused_for_longest_goes_first(tmp_path):
     [(errno.EMFILE, "ulimit -n"), (errno.EACCES, "permissions"), (errno.EIO, "disk")],
 )
 def test_remedy_fits_the_error(tmp_path, monkeypatch, number, remedy):
-    """Every error of the system said: correct its permissions."""
+    """Regression: the remedy for every error of the system was to correct the permissions."""
     path = bare(tmp_path / "a.bin", [1, 2])
 
     def refuse(*_):

@@ -1,4 +1,4 @@
-"""Fixtures of the models' tests."""
+"""Fixtures for tests of models."""
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,12 @@ Plain = Callable[[Iterator[Tensor], Tensor], Any]
 
 @pytest.fixture(scope="session")
 def assert_equals_plain() -> Callable[..., Any]:
-    """Return a function that holds layers against a model written out by hand.
+    """Return a function that compares layers with a plain model that a test implements.
 
-    That is given the parameters, in the order of the layers, and the inputs. Outputs and the
-    gradients of inputs and all parameters are compared in float64, for weights that let no
-    gradient vanish; dropout draws in the order of the layers on both sides.
+    The plain model receives an iterator over the parameters, in the order of the layers, and the
+    inputs. Outputs and the gradients of inputs and all parameters are compared in float64, with
+    weights for which no gradient vanishes. Both models draw dropout masks in the order of the
+    layers.
     """
 
     def compare(specs: Sequence[LayerSpec], plain: Plain, shape: Sequence[int]) -> Any:
@@ -54,7 +55,7 @@ def assert_equals_plain() -> Callable[..., Any]:
 
 
 def scalar(nest: Any) -> Tensor:
-    """Weigh all numbers of the outputs differently, and add them up."""
+    """Return a weighted sum of all elements of the outputs, with a different weight for each."""
     tensors = nest if isinstance(nest, tuple) else (nest,)
     numbers = torch.cat([tensor.flatten() for tensor in tensors])
     return (numbers * torch.linspace(1, 2, len(numbers), dtype=numbers.dtype)).sum()
@@ -62,7 +63,7 @@ def scalar(nest: Any) -> Tensor:
 
 @pytest.fixture(scope="session")
 def assert_travels() -> Callable[[Sequence[LayerSpec]], None]:
-    """Return a function that asserts that specs survive pickling, skips included."""
+    """Return a function that asserts that pickling preserves specs, including their skips."""
 
     def check(specs: Sequence[LayerSpec]) -> None:
         again = pickle.loads(pickle.dumps(specs))

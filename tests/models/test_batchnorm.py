@@ -1,4 +1,4 @@
-"""BatchNorm layers by themselves: what is converted, what they report, what they refuse."""
+"""Tests of BatchNorm layers alone: conversion, reported statistics and errors."""
 
 import copy
 import threading
@@ -117,12 +117,12 @@ def test_evaluation_reports_nothing():
 def test_one_value_per_channel_is_refused():
     model = nn.Sequential(nn.BatchNorm1d(3))
     convert_batchnorm(model, "layers.2")
-    with pytest.raises(ModelError, match=r"layers\.2\.0 \(BatchNorm1d\).*shape \(1, 3\); use"):
+    with pytest.raises(ModelError, match=r"layers\.2\.0 \(BatchNorm1d\).*\(1, 3\)"):
         run(model, torch.zeros(1, 3))
 
 
 def test_sync_batchnorm_is_refused():
-    with pytest.raises(ModelError, match=r"layers\.1: SyncBatchNorm.*normalise_over_replicas"):
+    with pytest.raises(ModelError, match=r"layers\.1: SyncBatchNorm"):
         convert_batchnorm(nn.SyncBatchNorm(3), "layers.1")
 
 
@@ -149,7 +149,7 @@ def test_pooling_does_not_cancel():
 
 
 class Meeting:
-    """Threads that sum tensors over one another."""
+    """All-reduce of tensors over several threads."""
 
     def __init__(self, size):
         self._barrier = threading.Barrier(size)
@@ -205,7 +205,7 @@ def test_normalising_together_is_one_batch(sizes, options):
 
 @pytest.mark.parametrize("counts", [[4, 4, 4], [4, 4, 3], [1], [5, 3, 4]])
 def test_statistics_are_summed_without_waiting_for_the_device(counts, monkeypatch):
-    """The number of values of each layer went to the device by a copy, which the host awaits."""
+    """Regression: a host-to-device copy of the number of values made the host wait."""
     means, squares = torch.randn(2, len(counts), 3, dtype=torch.float64)
     own = [Moments(*each) for each in zip(counts, means, squares, strict=True)]
     shift = torch.randn(3)
@@ -213,7 +213,7 @@ def test_statistics_are_summed_without_waiting_for_the_device(counts, monkeypatc
     apart = means - shift.double()
     expected = [column.sum(0), (column * apart).sum(0), (squares + column * apart.square()).sum(0)]
     assert torch.equal(shifted_sums(own, shift), torch.cat(expected))
-    monkeypatch.setattr(torch.Tensor, "new_tensor", None)  # what made the copy
+    monkeypatch.setattr(torch.Tensor, "new_tensor", None)  # the function that copied
     with single_device() as device:
         there = [Moments(n, *map(device.to_device, tensors)) for n, *tensors in own]
         shift = device.to_device(shift)
@@ -224,7 +224,7 @@ def test_statistics_are_summed_without_waiting_for_the_device(counts, monkeypatc
 
 @pytest.mark.parametrize("options", [{}, {"momentum": None}])
 def test_amid_a_step_nothing_is_counted_on_any_thread(options):
-    """Accelerators run backwards, and so checkpoints again, on threads of their own."""
+    """Accelerators run the backward, and so recomputed forwards, in other threads."""
     layer = nn.BatchNorm1d(3, **options)
     convert_batchnorm(layer)
     layer.within = PipelineStep()

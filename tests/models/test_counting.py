@@ -67,6 +67,6 @@ def test_a_true_fault_is_reported_once_with_its_layer():
 
 
 def test_a_built_layer_without_a_shape_is_named():
-    """torch's own error about uninitialized parameters named no layer."""
+    """Regression: torch's error about uninitialized parameters named no layer."""
     with pytest.raises(ModelError, match=r"layers\.1: weight has no shape yet"):
         count_parameters([nn.Linear(2, 2), nn.LazyLinear(3)])

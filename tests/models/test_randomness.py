@@ -19,7 +19,7 @@ small = st.integers(0, 2**40)
 
 
 def published_key(*words: int) -> int:
-    """Stand alone: the formula in numpy's wrapping 64-bit arithmetic, nothing of ours."""
+    """Return the published key, computed independently with NumPy's 64-bit arithmetic."""
     import numpy as np
 
     with np.errstate(over="ignore"):
@@ -52,7 +52,7 @@ def test_the_docstring_states_the_formula_that_runs():
 
 
 def test_known_values_never_change():
-    # Splitmix64's published first output for seed 0, and keys that past runs were made with.
+    # The published first output of splitmix64 for seed 0, and keys of earlier versions.
     assert mix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
     assert init_key(0, 0) == 48387319192754222
     assert microbatch_key(7, 3, 1, 4) == 925057155217083117

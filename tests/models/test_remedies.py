@@ -1,4 +1,4 @@
-"""What torch's commonest errors in layers and losses are answered with, each as torch words it."""
+"""Tests of the remedies for torch's most common errors in layers and losses."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def failed(layer, inputs, loss=cross_entropy, targets=None):
     ],
 )
 def test_whole_numbers_for_a_layer_of_floats(layer, shape, dtype):
-    """Pictures of uint8 ended in torch's text alone."""
+    """Regression: uint8 images gave only torch's message."""
     said = failed(layer(), torch.ones(shape, dtype=dtype))
     assert FLOATS in said and "with inputs.float() (on the command line" in said
 
@@ -74,14 +74,14 @@ def test_classes_in_a_column():
 
 
 def test_a_class_beyond_the_outputs():
-    """Classes that count from 1, or numbers that are no classes."""
+    """Class indices may start at 1 by mistake, or targets may not be classes at all."""
     said = failed(nn.Linear(4, 4), torch.zeros(2, 4), targets=torch.tensor([1, 4]))
     assert "class indices must be at least 0" in said and "data.targets_dtype=float32" in said
     assert "targets.float(), on the command line" in said
 
 
 def test_classes_as_floats_where_their_loss_is_that_of_numbers():
-    """`data=arrays` chooses the loss by the targets; the message said to reshape."""
+    """Regression: for floating-point classes, the message recommended to reshape the targets."""
     loss = loss_function("mean_squared_error")
     said = failed(nn.Linear(4, 4), torch.zeros(2, 4), loss, torch.zeros(2))
     assert "data.targets_dtype=int64" in said
@@ -107,7 +107,7 @@ def test_what_is_not_known_has_no_remedy():
 
 
 def test_a_message_of_ours_within_another_has_no_name_of_an_error():
-    """It read `ModelError: loss: ... got ModelError: ...`."""
+    """Regression: the message read `ModelError: loss: ... got ModelError: ...`."""
     assert with_remedy(ModelError("loss_fn: bad; correct it"), "x") == "loss_fn: bad; correct it"
 
 
@@ -117,7 +117,7 @@ def test_targets_of_another_number_are_counted():
 
 
 def test_a_mistake_in_shapes_is_told_from_other_failures():
-    """The layers of a model are counted before it trains: what torch refuses there is final."""
+    """torch rejects wrong shapes on the meta device too, which is used to count layers."""
     for layer, shape, remedy in (
         (nn.MaxPool2d(2), (1, 1, 1, 8), "larger images"),
         (nn.Linear(8, 8), (4, 7), "vectors of size 8 but got size 7"),

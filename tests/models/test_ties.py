@@ -50,20 +50,20 @@ def test_sharing_inside_a_layer_and_parameterless_repeats_are_no_ties():
 
 
 def test_a_tie_with_one_place_is_refused():
-    with pytest.raises(ModelError, match=r"layers\.0: the tie 'words' has only one parameter"):
+    with pytest.raises(ModelError, match=r"layers\.0: the tie 'words'"):
         find_ties([LayerSpec(nn.Linear, 2, 2).tied({"weight": "words"})])
 
 
 def test_ties_of_unequal_shape_or_unknown_name_are_refused():
     one = LayerSpec(nn.Linear, 2, 2).tied({"weight": "w"})
-    with pytest.raises(ModelError, match=r"layers\.1: weight cannot be tied to layers\.0\.weight"):
+    with pytest.raises(ModelError, match=r"layers\.1: weight .*layers\.0\.weight"):
         count_parameters([one, LayerSpec(nn.Linear, 2, 3).tied({"weight": "w"})])
-    with pytest.raises(ModelError, match=r"no parameter 'scale' to tie, expected one of weight"):
+    with pytest.raises(ModelError, match=r"'scale' .*expected one of weight"):
         count_parameters([one, LayerSpec(nn.Linear, 2, 2).tied({"scale": "w"})])
 
 
 class Twice(nn.Module):
-    """One weight under two names, of two modules."""
+    """A layer in which two modules share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("alias_first", [True, False])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_any_name_of_a_parameter_ties_all_of_them(names, alias_first, stages):
-    """By its second name it was missing on every stage; by its first the second was untied."""
+    """Regression: a parameter tied by its second name was missing, and one by its first untied."""
     twice = LayerSpec(Twice).tied(dict.fromkeys(names, "w"))
     layers = [twice, LayerSpec(nn.Linear, 3, 3).tied({"weight": "w"})]
     layers = layers if alias_first else layers[::-1]
@@ -114,6 +114,6 @@ def test_one_parameter_in_two_ties_is_refused_by_its_names():
     ]
     with pytest.raises(
         ModelError,
-        match=r"layers\.0: a\.weight is tied as 'v' and, under its other name b\.weight, as 'w'",
+        match=r"layers\.0: a\.weight .*'v'.* b\.weight.*'w'",
     ):
         find_ties(layers)

@@ -1,4 +1,4 @@
-"""An index is kept beside its data, and made anew where anything differs."""
+"""Tests of stored indices: an index is used again only if files and settings are unchanged."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ PART = IndexPart(
 
 @pytest.fixture
 def data(tmp_path):
-    """Return a folder with two files that have not changed for a while."""
+    """Return a folder with two files that were last modified long ago."""
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("x", "y"):
@@ -89,13 +89,13 @@ def test_damaged_index_is_not_taken(data, number, caplog):
 
 
 def signed(content: bytes) -> bytes:
-    """Return an index whose hash is right, as somebody who means harm would write it."""
+    """Return the content of an index with a correct hash, as an attacker would write it."""
     return content[:24] + hashlib.blake2b(content[88:]).digest() + content[88:]
 
 
 @pytest.mark.parametrize("lie", [b"[7], 0]", b"[-7], 0", b"[7], 9]", b"[70],0]", b"[7],-9]"])
 def test_header_that_lies_is_not_followed(data, lie):
-    """What a file in a shared folder says is held against its size before anything is mapped."""
+    """Sizes and dtypes in a header are checked before an array is mapped."""
     path = save(place(data), PART)
     content = path.read_bytes()
     assert content.count(b"[7], 0]") == 1 and signed(content) == content
@@ -109,7 +109,7 @@ def test_header_that_lies_is_not_followed(data, lie):
 
 
 def test_file_that_was_written_just_now_is_not_trusted(data):
-    """Another write within the same tick of the clock would leave its time as it is."""
+    """A second change within the clock's resolution would leave the modification time unchanged."""
     os.utime(data / "x", (time.time(), time.time()))
     assert save(place(data), PART) is None
 
@@ -124,7 +124,7 @@ def test_next_folder_is_taken_where_the_first_is_read_only(data, tmp_path):
 
 
 def test_jobs_that_write_at_once_leave_a_whole_one(data, monkeypatch):
-    """Each writes aside under a name of its own."""
+    """Each job writes to a temporary file with its own name."""
     pids = iter(range(10**6))
     monkeypatch.setattr(os, "getpid", lambda: next(pids))
     found = []

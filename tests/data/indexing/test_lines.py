@@ -1,4 +1,4 @@
-"""Lines of documents, found block by block: the same documents wherever blocks end."""
+"""Tests of indexing JSON lines in blocks: the documents do not depend on the block size."""
 
 import json
 import tracemalloc
@@ -67,7 +67,7 @@ def test_blocks_of_any_size_find_the_same(tmp_path_factory, given_lines, block, 
 
 
 def test_line_without_an_end_is_corrupt_and_not_read_whole(tmp_path, monkeypatch):
-    """A sparse file of zeros takes no room on the disk, and would have filled the memory."""
+    """A sparse file of zeros needs no disk space, but reading its line would exhaust the memory."""
     monkeypatch.setattr(lines, "MOST_LINE_BYTES", 2**22)
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
@@ -88,7 +88,7 @@ def test_line_without_an_end_is_corrupt_and_not_read_whole(tmp_path, monkeypatch
 
 
 def test_percentile_is_pinned():
-    """What is held back for validation must not move."""
+    """The split into training and validation must not change between versions."""
     assert [percentile(name) for name in (b"a", b"document", b"")] == [50, 96, 52]
 
 

@@ -1,4 +1,4 @@
-"""Processes that index: the same as one does, told how far they are, ended with whoever asks."""
+"""Tests of worker processes for indexing: their results, progress messages, errors and end."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from gpipe_hpc.errors import DataError
 
 @pytest.fixture
 def tasks(tmp_path):
-    """Return tasks over a file of 400 documents."""
+    """Return indexing tasks for a file of 400 documents."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(400)))
     size = path.stat().st_size
@@ -27,7 +27,7 @@ def tasks(tmp_path):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Let several processes work, however little there is to do; return those started."""
+    """Enable worker processes for small files; return a list of the processes started."""
     monkeypatch.setattr(worker_pool, "_WORTH_PROCESSES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     started = []
@@ -64,16 +64,16 @@ def test_file_that_cannot_be_read_is_named(tasks, processes, monkeypatch, has_pr
 
 
 def test_process_that_dies_is_told_of(tasks, processes):
-    found = in_order(tasks * 5000)  # more than is done before they are killed
+    found = in_order(tasks * 5000)  # more than the workers finish before they are killed
     next(found)
     for each in processes:
         each.kill()
-    with pytest.raises(DataError, match=r"the process that indexes .*a\.jsonl has died"):
+    with pytest.raises(DataError, match=r"a\.jsonl has died"):
         list(found)
 
 
 def test_processes_end_with_whoever_takes_no_more(tasks, processes):
-    """Who stops at the first corrupt line need not read the rest."""
+    """Workers end if the results are not read to the end, as after a corrupt line."""
     found = in_order(tasks * 50)
     next(found)
     found.close()
@@ -94,13 +94,13 @@ def test_it_says_how_far_it_is(monkeypatch, caplog):
 
 
 def test_a_worker_loads_no_torch():
-    """It would take seconds and hundreds of megabytes for each."""
+    """Importing torch would take each worker seconds and hundreds of megabytes."""
     code = "import gpipe_hpc.data.indexing.worker, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([worker_pool.sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_process_that_cannot_be_started_ends_those_before_it(tasks, processes, monkeypatch):
-    """They went on indexing for nobody, beside the next attempt."""
+    """Regression: workers already started continued to index after the error."""
     start = worker_pool.subprocess.Popen
 
     def start_one(*arguments, **keywords):

@@ -1,4 +1,4 @@
-"""Models of transformers in the smallest sizes; skipped where the library is not installed."""
+"""Tiny transformers models; tests are skipped if transformers is not installed."""
 
 from collections.abc import Callable
 from types import MappingProxyType
@@ -34,7 +34,7 @@ CONFIGS = MappingProxyType(
             "num_key_value_heads": 2,
             "max_position_embeddings": 16,
         },
-        # Two kinds of attention, each with rotary angles of its own; embeddings scaled and tied.
+        # Two kinds of attention with different rotary angles; embeddings are scaled and tied.
         "gemma3_text": {
             "model_type": "gemma3_text",
             "vocab_size": VOCABULARY,
@@ -65,7 +65,7 @@ CONFIGS = MappingProxyType(
 
 @pytest.fixture(scope="session")
 def library() -> Any:
-    """Return transformers, saying nothing."""
+    """Return the module transformers, with its warnings disabled."""
     found = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     found.logging.set_verbosity_error()
@@ -74,13 +74,13 @@ def library() -> Any:
 
 @pytest.fixture
 def configs(library: Any) -> Any:
-    """Return configs by family, as in a config.json."""
+    """Return the contents of a config.json for each model family."""
     return CONFIGS
 
 
 @pytest.fixture
 def plain_model(library: Any) -> Callable[..., Any]:
-    """Return a function that makes the plain model of a family, with seeded random weights."""
+    """Return a function that creates the plain model of a family with seeded random weights."""
 
     def make(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64) -> Any:
         auto = (
@@ -99,7 +99,7 @@ def plain_model(library: Any) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def batch_of() -> Callable[..., tuple[Any, torch.Tensor]]:
-    """Return a function that makes inputs and targets for a family; some of a mask."""
+    """Return a function that creates inputs and targets for a family, optionally with a mask."""
 
     def make(family: str, masked: bool = False) -> tuple[Any, torch.Tensor]:
         generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Plans count for models of transformers what autograd really keeps and boundaries really carry."""
+"""Planned activation and boundary sizes of transformers models equal the real sizes."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ WAYS = ("sdpa", "eager"), ("bfloat16", "float32")
 
 
 def run_keeping(layers: list[nn.Module], given, precision: str, runs: int):
-    """Run as a stage does; return the bytes that autograd keeps, and those behind each layer."""
+    """Run layers as a stage does; return the bytes kept by autograd and by each layer's output."""
     own = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
     weights = {tensor.untyped_storage().data_ptr() for tensor in own}
     kept: dict[int, Tensor] = {}
@@ -60,13 +60,14 @@ def run_keeping(layers: list[nn.Module], given, precision: str, runs: int):
 def test_what_is_counted_is_what_is_kept(
     configs, batch_of, family, attention, precision, with_mask
 ):
-    """In 16 bits every plan counted a causal mask, as the library took the trial for tracing.
+    """Regression: in 16 bits, plans counted a causal mask that an eager run omits.
 
-    Heads in groups, and windows, were counted with their scores, which fused attention drops.
+    Grouped heads and windows were counted with attention scores, which fused attention does not
+    store.
     """
     layers = huggingface_layers(configs[family], attention=attention)
     given = map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch_of(family)[0])
-    if with_mask:  # of which all tokens count
+    if with_mask:  # without padding
         given = {"input_ids": given, "attention_mask": torch.ones_like(given)}
     real = [layer.build() for layer in layers]
     with keeping_casts(precision, CPU) if precision != "float32" else nullcontext():
@@ -79,7 +80,7 @@ def test_what_is_counted_is_what_is_kept(
 
 
 def test_the_boundary_of_a_long_llama_carries_no_mask(library):
-    """32,768 tokens at the width of Llama-8B: the mask alone made 0.54 GiB into 1.54."""
+    """Regression: with 32,768 tokens, an unneeded mask tripled the boundary to 1.54 GiB."""
     config = library.LlamaConfig(
         vocab_size=8,
         hidden_size=4096,
@@ -93,12 +94,12 @@ def test_the_boundary_of_a_long_llama_carries_no_mask(library):
     model = count_model(layers, tokens, precision="bfloat16", device_type="cuda")
     hidden, angles, positions = 32768 * 4096 * 4, 2 * 32768 * 128 * 4, 32768 * 8
     assert model.layers[0].output_bytes == hidden + angles + positions
-    # Nor does the block keep a matrix of scores for each head.
+    # The block keeps no matrix of attention scores for each head.
     assert model.layers[1].activation_bytes < 32 * 32768 * 32768
 
 
 def test_the_library_takes_fakes_for_tracing_again_after_a_trial(library):
-    """Threads that plan at a time left another's answer behind."""
+    """Regression: plans in parallel threads restored each other's patched function."""
     mode = torch._subclasses.FakeTensorMode()
     with mode:
         fake = torch.empty(2)
@@ -110,7 +111,7 @@ def test_the_library_takes_fakes_for_tracing_again_after_a_trial(library):
     def look() -> None:
         for _ in range(25):
             with run_without_values(fake):
-                time.sleep(0.001)  # another thread's turn
+                time.sleep(0.001)  # let another thread run
                 seen.append(utilities.is_tracing(fake))
 
     threads = [threading.Thread(target=look) for _ in range(4)]

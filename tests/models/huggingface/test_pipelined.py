@@ -1,4 +1,4 @@
-"""Models of transformers through stages: the gradients of the plain model."""
+"""Gradients of pipelined transformers models equal those of the plain models."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,12 +34,12 @@ def loss_of(family: str) -> Callable[..., Any]:
 
 
 def original(name: str) -> str:
-    """Return a parameter's name in the model from its global one."""
+    """Return the parameter's name in the model, given its global name."""
     return name.split(".", 2)[2]
 
 
 def pipelined(family: str, layers: Any, layout: Layout, inputs: Any, targets: Any) -> Any:
-    """Return loss, start and gradients of one step."""
+    """Return loss, initial weights and gradients of one step of a pipeline."""
 
     def body(world: Any) -> Any:
         pipe = Pipeline(
@@ -63,11 +63,11 @@ def pipelined(family: str, layers: Any, layout: Layout, inputs: Any, targets: An
 
 
 def backward_plain(family: str, plain: Any, inputs: Any, targets: Any) -> tuple[float, int]:
-    """Run the plain model forward and backward; return sum and weight of the loss.
+    """Run the plain model forward and backward; return the sum of losses and its weight.
 
-    In one batch; Gemma's norms sum their weights' gradients in float32, so that only equal
-    micro-batches give equal digits. Scaled last, as a pipeline does: these models compute norms
-    and softmax in float32, where another factor ahead of backward rounds otherwise.
+    The batch is not split, except for Gemma, whose norms sum their weights' gradients in float32.
+    Gradients are not scaled here but afterwards, as in a pipeline: scaling before the backward
+    rounds differently in the float32 norms and softmax of these models.
     """
     named = inputs if isinstance(inputs, dict) else {plain.main_input_name: inputs}
     loss, weight = 0.0, 0
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_plain_model(
     loss, start, gradients = pipelined(family, layers, layout, inputs, targets)
     plain = plain_model(family, layout.attention)
     missing = plain.load_state_dict(start, strict=False).missing_keys
-    assert set(missing) <= {"lm_head.weight"}  # tied: one parameter
+    assert set(missing) <= {"lm_head.weight"}  # tied to the embedding
     total, weight = backward_plain(family, plain, inputs, targets)
     assert loss == pytest.approx(total / weight, rel=TOLERANCE)
     named = dict(plain.named_parameters())

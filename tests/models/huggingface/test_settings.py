@@ -1,4 +1,4 @@
-"""`model=huggingface` in the commands: planned, trained, exported and read by transformers."""
+"""Tests of `model=huggingface` in the commands: plan, train and export."""
 
 import json
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_it_is_planned_without_values(config_file: Path):
 
 
 def test_larger_vocabulary_of_data_is_refused(config_file: Path, tmp_path: Path):
-    """The model's stands in its own config: it was compared with nothing, and a step crashed."""
+    """Regression: the vocabularies of config and data were not compared, so a step failed."""
     settings = ["model=huggingface", f"model.path={config_file}", *DATA, "data.vocab_size=1000"]
     config = compose_config([*settings, f"run.dir={tmp_path}/run"])
     message = r"data\.vocab_size=1000 is too large: .* embeddings for \d\d tokens"
@@ -106,7 +106,7 @@ def test_run_is_trained_exported_and_read(
     assert str(folder) in command.output
     model, info = library.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()) and str(model.dtype) == "torch.bfloat16"
-    # What is exported starts another run.
+    # The exported folder can be trained again.
     train(
         1,
         "model=huggingface",
@@ -120,7 +120,7 @@ def test_run_is_trained_exported_and_read(
         f"run.dir={tmp_path / 'next'}",
     )
     assert sum(p.numel() for p in model.parameters()) == 4560
-    # Nothing else exports: a second time, and a folder that is no run.
+    # A second export to the same folder is refused, and so is a folder that is no run.
     for wrong in (run, tmp_path / "nowhere"):
         failed = start(f"run.dir={wrong}", module="gpipe_hpc.export").wait(60)
         assert failed.code == 2

@@ -1,4 +1,4 @@
-"""Weights from a folder: each rank reads its own, and what does not fit is refused by name."""
+"""Tests of loading weights from a folder: each rank reads its own tensors, misfits are named."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ FAMILIES = ("gpt2", "llama", "vit")
 
 @pytest.fixture
 def stored(tmp_path: Path, plain_model: Any) -> Any:
-    """Return a function that writes the plain model of a family, as transformers does."""
+    """Return a function that saves the plain model of a family with transformers."""
 
     def write(family: str, **options: Any) -> tuple[Path, Any]:
         model = plain_model(family)
@@ -88,7 +88,7 @@ def test_rank_reads_no_more_bytes_than_it_keeps(
     counted: list[int] = []
 
     class Counting:
-        """A file that counts what is taken out of it."""
+        """A safetensors file that records the bytes of each tensor read."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.file = safetensors.safe_open(*args, **kwargs)
@@ -132,16 +132,14 @@ def test_fresh_tensors_start_anew(stored: Any):
     config = json.loads((folder / "config.json").read_text())
     config |= {"id2label": {str(i): str(i) for i in range(7)}, "label2id": {}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"expected classifier\.\w+ of shape \[7.*fresh="):
+    with pytest.raises(ModelError, match=r"classifier\.\w+ of shape \[7"):
         huggingface_layers(folder)
     layers = huggingface_layers(folder, dtype="float64", fresh=["classifier.*"])
     modules = built(layers)
     assert modules[5].state_dict()["classifier.weight"].shape == (7, 8)
     start = modules[0].state_dict()["vit.embeddings.cls_token"]
     assert torch.equal(start, plain.vit.embeddings.cls_token)
-    with pytest.raises(
-        ConfigError, match=r"the pattern 'clasifier\.\*' of fresh matches no tensor"
-    ):
+    with pytest.raises(ConfigError, match=r"'clasifier\.\*' of fresh"):
         huggingface_layers(folder, fresh=["classifier.*", "clasifier.*"])
 
 
@@ -150,11 +148,11 @@ def test_missing_and_extra_tensors_are_named(stored: Any):
     tensors = tensors_of(folder)
     tensors["model.layers.1.mlp.bonus.weight"] = tensors.pop("model.norm.weight")
     write_tensors(folder, tensors)
-    with pytest.raises(ModelError, match=r"that the model lacks.*model\.layers\.1\.mlp\.bonus"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.bonus"):
         huggingface_layers(folder)
     del tensors["model.layers.1.mlp.bonus.weight"]
     write_tensors(folder, tensors)
-    with pytest.raises(ModelError, match=r"lacks tensors of the model.*got model\.norm\.weight;"):
+    with pytest.raises(ModelError, match=r"got model\.norm\.weight;"):
         huggingface_layers(folder)
 
 
@@ -164,7 +162,7 @@ def test_tied_tensors_that_differ_are_refused(stored: Any):
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
     write_tensors(folder, tensors)
     layers = huggingface_layers(folder)
-    with pytest.raises(ModelError, match=r"lm_head\.weight .*differ.*tie_word_embeddings"):
+    with pytest.raises(ModelError, match=r"lm_head\.weight .*differ"):
         build_layer(layers[-1], index=5, seed=0)
 
 
@@ -183,7 +181,7 @@ def test_pickled_missing_and_damaged_files_are_refused(stored: Any, tmp_path: Pa
     with pytest.raises(ModelError, match=r"lacks the file model\.safetensors"):
         huggingface_layers(folder)
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
-    with pytest.raises(ModelError, match=r"only pickled weights.*pytorch_model\.bin"):
+    with pytest.raises(ModelError, match=r"pickled weights.*pytorch_model\.bin"):
         huggingface_layers(folder)
 
 
@@ -218,7 +216,7 @@ def test_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(library, "import_module", absent)
-    with pytest.raises(ConfigError, match=r"transformers.*pip install 'gpipe-hpc\[huggingface\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'gpipe-hpc\[huggingface\]'"):
         huggingface_layers("/anywhere")
 
 
@@ -226,5 +224,5 @@ def test_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch):
 def test_unknown_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch):
     found = SimpleNamespace(__version__=version)
     monkeypatch.setattr(library, "import_module", lambda name: found)
-    with pytest.raises(ConfigError, match=rf"of transformers, expected 5\.5.*got {version};"):
+    with pytest.raises(ConfigError, match=rf"expected 5\.5.*got {version};"):
         huggingface_layers("/anywhere")

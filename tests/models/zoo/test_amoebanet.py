@@ -27,7 +27,7 @@ def test_published_sizes(size: tuple[int, int]):
     assert len(layers) == num_layers + 6
 
 
-# Input state and operation of each half of a sum; then what the cell gives.
+# Input state and operation of both terms of each sum, then the output states.
 NORMAL = (
     [
         *[(1, "1x1"), (1, "average"), (1, "none"), (0, "1x7"), (0, "1x1"), (0, "1x7")],
@@ -52,7 +52,7 @@ def unit(weights: Iterator[Tensor], x: Tensor, stride: tuple[int, int] = (1, 1))
 
 
 def average(x: Tensor, stride: int) -> Tensor:
-    """Average over those of 3 x 3 pixels that are within the image."""
+    """Return the average over those of 3 x 3 pixels that are within the image."""
     ones = torch.ones_like(x)
     sums, counts = (
         F.pad(each, (1, 1, 1, 1)).unfold(2, 3, stride).unfold(3, 3, stride).sum((-1, -2))
@@ -88,7 +88,7 @@ def factorized(weights: Iterator[Tensor], x: Tensor) -> Tensor:
 
 
 def plain_of(num_normal: int, channels: int):
-    """Return AmoebaNet-D written out, with `num_normal` normal cells in each group."""
+    """Return a plain AmoebaNet-D with `num_normal` normal cells in each group."""
 
     def plain(weights: Iterator[Tensor], x: Tensor) -> Tensor:
         x = F.conv2d(x.clamp(min=0), next(weights), stride=2, padding=1)
@@ -136,9 +136,7 @@ def test_a_cell_passes_on_what_it_was_given():
 @pytest.mark.parametrize("shape", [(2, 3, 48, 32), (2, 3, 32, 33)])
 def test_images_that_do_not_halve_are_refused(shape: tuple[int, ...]):
     stem = build_layer(build_amoebanet_d(3, 16)[0], index=0, seed=0)
-    with pytest.raises(
-        ModelError, match=r"amoebanet_d: height and width of images.*divisible by 32, got \[2, 3, "
-    ):
+    with pytest.raises(ModelError, match=r"divisible by 32, got \[2, 3, "):
         stem(torch.zeros(shape))
 
 

@@ -24,14 +24,14 @@ def built(next_sentence: bool, dropout: float = 0.0) -> list[nn.Module]:
     layers = build_bert(VOCAB, 9, 2, HEADS, WIDTH, dropout, next_sentence)
     layers = [build_layer(layer, index=i, seed=0).double() for i, layer in enumerate(layers)]
     for parameter in nn.ModuleList(layers).parameters():
-        # Biases start at zero and norms at one: as they are, they would go untested.
+        # Randomize biases and norms, since their initial zeros and ones would hide errors.
         torch.manual_seed(parameter.numel())
         nn.init.normal_(parameter)
     return layers
 
 
 def plain_forward(layers: list[nn.Module], tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Write BERT out by hand, with an explicit softmax and error function, heads in a loop."""
+    """Compute BERT without fused functions: explicit softmax and GELU, heads in a loop."""
     embedding, *blocks, sentence, transform, decoder = layers
     x = embedding.token.weight[tokens] + embedding.segment.weight[0]
     x = normed(x + embedding.position.weight[torch.arange(tokens.shape[1])], embedding.norm)

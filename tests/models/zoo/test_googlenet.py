@@ -32,7 +32,7 @@ def test_published_counts(form: str, auxiliary: bool, count: int):
 
 
 def plain_of(form: str, auxiliary: bool, dropout: float):
-    """Return GoogLeNet written out."""
+    """Return the forward function of a plain GoogLeNet."""
 
     def unit(weights: Iterator[Tensor], x: Tensor, stride: int = 1) -> Tensor:
         weight = next(weights)
@@ -108,7 +108,7 @@ def test_specs_travel(assert_travels):
 def test_initialisation_is_torchvisions():
     layers = build_googlenet()
     stem = build_layer(layers[0], index=0, seed=0)
-    # Normal with std 0.01, cut off at two of them.
+    # Normal with std 0.01, truncated at two standard deviations.
     assert stem.weight.abs().max() <= 0.02
     assert stem.weight.std().item() == pytest.approx(0.0088, rel=0.05)
 

@@ -32,7 +32,7 @@ def built(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> list[nn.M
 
 
 def plain_forward(layers: list[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
-    """Write GPT-2 out by hand, with an explicit softmax and mask, heads in a loop."""
+    """Compute GPT-2 without fused functions: explicit softmax and mask, heads in a loop."""
     embedding, *blocks, norm, head = layers
     length = tokens.shape[1]
     x = embedding.token.weight[tokens] + embedding.position.weight[torch.arange(length)]

@@ -32,9 +32,9 @@ def test_mlp_alternates_linears_and_activations():
 def test_unknown_names_are_answered_with_the_known():
     with pytest.raises(ModelError, match=r"gpt2_xl_untied.*got 'gpt3'"):
         build_model("gpt3")
-    with pytest.raises(ModelError, match=r"model gpt: unknown setting.*width.*got depth"):
+    with pytest.raises(ModelError, match=r"gpt: .*width.*got depth"):
         build_model("gpt", depth=3)
-    with pytest.raises(ModelError, match=r"mlp: unknown activation.*relu.*got 'sin'"):
+    with pytest.raises(ModelError, match=r"mlp: .*relu.*got 'sin'"):
         build_mlp([2, 2], activation="sin")
     with pytest.raises(ModelError, match=r"mlp: widths must be.*\[2\]"):
         build_mlp([2])
@@ -42,7 +42,7 @@ def test_unknown_names_are_answered_with_the_known():
 
 @pytest.mark.parametrize("path", ["gpipe_hpc.models.gpt", "gpipe_hpc.models.zoo.gpt"])
 def test_settings_of_old_runs_still_name_a_model(path: str):
-    """The models moved into a folder of their own; a config.yaml may hold the path of before."""
+    """Models have moved to models/zoo; a config.yaml of an older run names the previous path."""
     sizes = {"vocab_size": 8, "block_size": 4, "width": 32, "num_heads": 2, "num_layers": 1}
     built = build_target("model", {"_target_": f"{path}.build_gpt", **sizes})
     assert built == build_gpt(**sizes)

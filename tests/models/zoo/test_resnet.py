@@ -37,7 +37,7 @@ def conv(weights: Iterator[Tensor], x: Tensor, stride: int = 1) -> Tensor:
 
 
 def norm(weights: Iterator[Tensor], x: Tensor) -> Tensor:
-    """Normalise each channel over the batch, as BatchNorm is defined."""
+    """Normalize each channel over the batch, by the definition of BatchNorm."""
     scale, shift = next(weights), next(weights)
     centred = x - x.mean((0, 2, 3), keepdim=True)
     deviation = (centred.square().mean((0, 2, 3), keepdim=True) + 1e-5).sqrt()
@@ -45,7 +45,7 @@ def norm(weights: Iterator[Tensor], x: Tensor) -> Tensor:
 
 
 def block(weights: Iterator[Tensor], x: Tensor, kernels: Sequence[tuple[int, int]]) -> Tensor:
-    """Write a block out, given width and stride of each convolution."""
+    """Compute a residual block, given kernel width and stride of each convolution."""
     y = x
     for place, (_, stride) in enumerate(kernels):
         y = norm(weights, conv(weights, y, stride))
@@ -92,7 +92,7 @@ def test_small_one_equals_its_blocks_written_out(assert_equals_plain, side: int)
 
 @pytest.mark.parametrize("name", ["resnet50", "resnet_small"])
 def test_shortcuts_stay_within_blocks(assert_travels, name: str):
-    """So that a cut may fall on any layer, and no tensor travels further than its block."""
+    """A stage boundary may be anywhere, and no skip is longer than its block."""
     layers = build_model(name)
     length = 11 if name == "resnet50" else 8
     skips = find_skips(layers)

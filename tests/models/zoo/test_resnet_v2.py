@@ -38,7 +38,7 @@ def norm_relu(weights: Iterator[Tensor], x: Tensor) -> Tensor:
 
 
 def plain_of(form: str, num_blocks: int):
-    """Return ResNet-v2 written out as Keras' example, or as the paper's code, has it."""
+    """Return the forward of a plain ResNet-v2, as in Keras' example or in the paper's code."""
 
     def conv(weights: Iterator[Tensor], x: Tensor, stride: int = 1) -> Tensor:
         weight = next(weights)

@@ -1,4 +1,4 @@
-"""The settings of the zoo: each YAML gives the named model, and trains on the data made for it."""
+"""Tests of the model presets: each gives the named model, and trains on suitable data."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -27,7 +27,7 @@ RESNET = (IMAGES, (*SMALL_IMAGES, "model.num_blocks=[1,1]", "model.width=2"))
 RESNET_V2 = (IMAGES, (*SMALL_IMAGES, "model.depth=11", "model.width=2"))
 GPT2_SIZES = ("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl")
 GPT2 = (*GPT2_SIZES, *(f"{name}_untied" for name in GPT2_SIZES), "gpt2_64")
-# Of each YAML: the data made for it, and the settings that make it small.
+# For each preset: settings for suitable data, and settings that make the model small.
 ZOO = {
     "alexnet": VGG,
     "amoebanet_d": AMOEBANET,
@@ -45,9 +45,9 @@ ZOO = {
     "vgg16": VGG,
     "vgg19": VGG,
 }
-# One of each kind trains in every run of the tests, the others in those of the products.
+# Presets that the fast tests train; the others are marked product.
 QUICK = ("bert48", "mlp", "resnet_small", "unet_tiny")
-# Not of the zoo: the models of a library, and those of users.
+# Presets that are not models of the zoo.
 FOREIGN = {"huggingface", "own"}
 
 
@@ -61,7 +61,7 @@ def test_all_models_are_here():
 
 @pytest.mark.parametrize("name", ZOO)
 def test_yaml_is_the_named_model(name: str):
-    """But for dropout, and for sizes that are those of the data."""
+    """Only dropout and sizes that depend on the data may differ."""
     data, _ = ZOO[name]
     config = compose_config([f"model={name}", *data])
     written = OmegaConf.to_container(OmegaConf.load(conf_dir() / "model" / f"{name}.yaml"))
@@ -73,7 +73,7 @@ def test_yaml_is_the_named_model(name: str):
 
 
 def losses_of_two_steps(config: Config) -> list[float]:
-    """Train on four samples, cut in time as a run is, on two ranks in threads."""
+    """Train two steps on four samples, partitioned by time, on two ranks that are threads."""
     check_config(config, 2)
     source = open_data(config.data)
     inputs, targets = source.train.read_inputs(range(4)), source.train.read_targets(range(4))
@@ -126,7 +126,5 @@ def test_impossible_images_are_refused(setting: str):
 
 
 def test_image_model_without_images_says_which_data():
-    with pytest.raises(
-        ConfigError, match=r"data\.num_classes.*model=vgg16 goes with data=synthetic_images"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.num_classes.*data=synthetic_images"):
         compose_config(["model=vgg16"])

@@ -1,4 +1,4 @@
-"""Small members of the zoo train through two stages as they do in one piece, dropout included."""
+"""Small models of the zoo train the same in two stages as in one, dropout included."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ CASES = {
 }
 
 
-SHORT = {"num_convs": (1, 2)}  # two groups, where a test goes over every layer
+SHORT = {"num_convs": (1, 2)}  # fewer groups for the test that cuts after every layer
 CUT_CASES = {
     "vgg": Case("vgg16", IMAGE_SIZES | SHORT, classification, 8),
     **{name: case for name, case in CASES.items() if not name.startswith("vgg")},
@@ -103,7 +103,7 @@ Step = tuple[float, dict[str, torch.Tensor | None]]
 
 
 def plain(case: Case, num_steps: int = NUM_STEPS) -> list[Step]:
-    """Train in one piece, each layer re-seeded as published; return losses and gradients."""
+    """Train in one process, setting the published seeds; return losses and gradients."""
     specs = specs_of(case)
     layers = [build_layer(spec, index=i, seed=SEED) for i, spec in enumerate(specs)]
     named = {f"layers.{i}.{n}": p for i, x in enumerate(layers) for n, p in x.named_parameters()}
@@ -173,8 +173,8 @@ def assert_same(history: list[Step], expected: list[Step]) -> None:
             if others[name] is None:
                 assert gradient is None, name
             else:
-                # Against its own size: gradients of early layers are small. A bias ahead of a norm
-                # has none but rounding errors.
+                # Relative to the gradient's own size, as gradients of early layers are small. The
+                # gradient of a bias before a norm consists only of rounding errors.
                 size = max(others[name].abs().max(), 1e-4 * largest)
                 assert (gradient - others[name]).abs().max() <= 1e-10 * size, name
 
@@ -199,10 +199,9 @@ QUICK = ("vgg", "transformer_l", "resnet_small")
     ],
 )
 def test_may_be_cut_between_any_two_layers(case: Case):
-    """Every cut, each in a pipeline of its own, recomputing all activations.
+    """Every partition into two stages, with recomputation, gives the same results.
 
-    One step: that a second one follows, with other random numbers, does not hang on the cut, and
-    the test above shows it of each model.
+    One step is enough: the test above covers several steps for each model.
     """
     expected = plain(case, 1)
     num_layers = len(specs_of(case))

@@ -20,7 +20,7 @@ def test_where_the_parameters_are():
     sizes = layer_parameters(build_model("transformer_l", num_layers=3))
     assert sizes[0] == MATRIX
     assert sizes[1] + sizes[2] == sizes[3] + sizes[4] == LAYER
-    # The 36,096 beside layers and matrices: the last norm, and the bias of the head.
+    # The remaining 36,096 parameters are those of the last norm and the head's bias.
     assert sizes[-2:] == [NORM, MATRIX + VOCABULARY]
     assert NORM + VOCABULARY == 36_096
 
@@ -47,14 +47,14 @@ def built() -> list[nn.Module]:
     layers = build_transformer(2, VOCAB, 9, HEADS, WIDTH, hidden=20)
     layers = [build_layer(layer, index=i, seed=0).double() for i, layer in enumerate(layers)]
     for parameter in nn.ModuleList(layers).parameters():
-        # Biases start at zero and norms at one: as they are, they would go untested.
+        # Randomize biases and norms, since their initial zeros and ones would hide errors.
         torch.manual_seed(parameter.numel())
         nn.init.normal_(parameter)
     return layers
 
 
 def plain_forward(layers: list[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
-    """Write the model out by hand: waves by place, explicit softmax and mask, heads in a loop."""
+    """Compute the model without fused functions: explicit encodings, softmax and mask."""
     embedding, *blocks, norm, head = layers
     length = tokens.shape[1]
     waves = torch.empty(length, WIDTH, dtype=torch.float64)
@@ -62,7 +62,7 @@ def plain_forward(layers: list[nn.Module], tokens: torch.Tensor) -> torch.Tensor
         for i in range(WIDTH // 2):
             angle = position / 10000 ** (2 * i / WIDTH)
             waves[position, 2 * i], waves[position, 2 * i + 1] = math.sin(angle), math.cos(angle)
-    # The layer keeps them in float32.
+    # The layer stores them in float32.
     x = embedding.token.weight[tokens] * WIDTH**0.5 + waves.float()
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)
     size = WIDTH // HEADS

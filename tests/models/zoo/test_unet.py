@@ -33,7 +33,7 @@ def test_every_level_has_a_long_skip(assert_travels, depth: int, num_convs: int)
     skips = find_skips(layers)
     assert len(skips) == depth
     assert [skip.source for skip in skips] == sorted(skip.source for skip in skips)
-    # One within the other: the first level's leads to the last decoder.
+    # Skips are nested: the first level's skip leads to the last decoder.
     assert sorted((skip.destination for skip in skips), reverse=True) == [
         skip.destination for skip in skips
     ]
@@ -50,7 +50,7 @@ def convs(weights: Iterator[Tensor], x: Tensor, number: int, dropout: float) -> 
 
 
 def level(weights: Iterator[Tensor], x: Tensor, depth: int, number: int, dropout: float) -> Tensor:
-    """Write a level and all below it out: what comes back is as large as what went in."""
+    """Compute a level and all levels below it; the output has the size of the input."""
     x = convs(weights, x, number, dropout)
     if depth == 0:
         return x
@@ -92,6 +92,6 @@ def test_impossible_sizes_are_refused(change: dict, message: str):
 
 
 def test_more_levels_than_a_picture_can_have_are_refused():
-    """They were counted until memory or patience was used up."""
-    with pytest.raises(ModelError, match=r"depth too large, expected at most 24.*; lower it"):
+    """Regression: an impossible depth was counted until memory was exhausted."""
+    with pytest.raises(ModelError, match=r"depth .*at most 24"):
         build_unet(depth=2**63 - 1)

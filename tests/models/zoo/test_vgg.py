@@ -9,7 +9,7 @@ from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import build_layer, build_model, build_vgg, count_parameters
 from gpipe_hpc.models.zoo.vgg import VGGConv
 
-# torchvision's tables D and E; 0 is a pooling.
+# Numbers of channels in torchvision's configurations D and E; 0 is a pooling.
 SIXTEEN = [64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0]
 NINETEEN = [64, 64, 0, 128, 128, 0, *[256] * 4, 0, *[512] * 4, 0, *[512] * 4, 0]
 
@@ -31,7 +31,7 @@ def built(**sizes: object) -> list[nn.Module]:
 
 
 def average(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Average over windows that cover the image, as adaptive pooling is defined."""
+    """Return averages over windows that cover the image, by the definition of adaptive pooling."""
     height, width = images.shape[-2:]
 
     def window(index: int, length: int) -> slice:
@@ -47,7 +47,7 @@ def average(images: torch.Tensor, size: int) -> torch.Tensor:
 def plain_forward(
     layers: list[nn.Module], num_convs: list[int], images: torch.Tensor
 ) -> torch.Tensor:
-    """Write VGG out by hand over the weights of the layers."""
+    """Compute VGG with plain operations and the weights of the layers."""
     weighted = iter([each for each in layers if list(each.parameters())])
     x = images
     for number in num_convs:
