@@ -1,1 +1,1 @@
-"""The tests; a package so that they may share `tests.support`."""
+"""Tests of gpipe_hpc, as a package so that test files can import `tests.support`."""

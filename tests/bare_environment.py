@@ -1,4 +1,4 @@
-"""A machine with torch and numpy alone: what else the package may use is not to be found there."""
+"""Simulation of an installation with only torch and NumPy: optional packages cannot be imported."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ sys.meta_path.insert(0, Blocker())
 
 
 def bare_environment(environ: dict[str, str], folder: Path) -> dict[str, str]:
-    """Return an environment whose Pythons, and those that they start, find none of it."""
+    """Return an environment in which Python processes cannot import the optional packages."""
     (folder / "sitecustomize.py").write_text(_BLOCKER)
     paths = [str(folder), *filter(None, [environ.get("PYTHONPATH")])]
-    # Hydra is still installed, with a plugin of pytest's that loads it.
+    # Hydra is still installed, and its pytest plugin would import it.
     return {**environ, "PYTHONPATH": ":".join(paths), "PYTEST_ADDOPTS": "-p no:hydra_pytest"}

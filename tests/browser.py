@@ -1,4 +1,4 @@
-"""A Chromium without a screen, driven over its own protocol through two pipes.
+"""A headless Chromium, controlled through two pipes.
 
 The messages are those of the Chrome DevTools Protocol, each ended by a zero byte
 (https://chromedevtools.github.io/devtools-protocol/).
@@ -14,25 +14,25 @@ import time
 from contextlib import contextmanager
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-LIMIT_S = 60.0  # of one answer
+LIMIT_S = 60.0  # maximum time for a response
 
 
 def found_browser():
-    """Return the path of a Chromium; None where there is none."""
+    """Return the path of a Chromium executable, or None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def browser(folder):
-    """Start a browser that keeps what it needs in a folder; yield its one page."""
+    """Start a browser with its profile in `folder`; yield its only page."""
     to_browser, from_us = os.pipe()
     to_us, from_browser = os.pipe()
-    # The shell puts the ends where the browser looks for them: it reads 3 and writes 4.
+    # The browser reads file descriptor 3 and writes 4; the shell connects both to the pipes.
     command = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
     flags = [
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
         *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-        # The frame of a timeline is in the page's own process, where its words can be heard.
+        # Run frames in the process of the page, so that their events are received.
         "--disable-features=IsolateSandboxedIframes,IsolateOrigins,site-per-process",
         *("--hide-scrollbars", f"--user-data-dir={folder}", "--remote-debugging-pipe"),
     ]
@@ -55,7 +55,7 @@ def browser(folder):
 
 
 class Page:
-    """The page of a browser, and all that it said: `events` by their method."""
+    """The page of a browser; `events` contains all events received, in order."""
 
     def __init__(self, write, read):
         self._write, self._read = write, read
@@ -71,7 +71,7 @@ class Page:
             self.ask(f"{part}.enable")
 
     def ask(self, method, **values):
-        """Return the answer to a command; AssertionError where it is refused."""
+        """Send a command and return its result; raise AssertionError if the browser rejects it."""
         self._sent += 1
         message = {"id": self._sent, "method": method, "params": values}
         message |= {"sessionId": self._session} if self._session else {}
@@ -96,7 +96,7 @@ class Page:
         return told
 
     def open(self, path, *, width, height, dark):
-        """Show a file on a screen of so many pixels, as a system in light or dark mode asks."""
+        """Show a file on a screen of `width` x `height` pixels, in light or dark mode."""
         self.events.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
@@ -109,11 +109,11 @@ class Page:
         self.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))")
 
     def named(self, method):
-        """Return the values of all events of a name since the page was opened."""
+        """Return the parameters of all events of a method since the page was opened."""
         return [each["params"] for each in self.events if each["method"] == method]
 
     def frames(self):
-        """Return the contexts of scripts: of the page itself, then of the frames within."""
+        """Return the ids of the script contexts of the page and its frames, the page first."""
         contexts = [each["context"] for each in self.named("Runtime.executionContextCreated")]
         usable = [each["id"] for each in contexts if each["auxData"].get("isDefault")]
         gone = {
@@ -122,7 +122,7 @@ class Page:
         return [each for each in usable if each not in gone]
 
     def run(self, words, context=None):
-        """Return what a script gives, waited for where it is a promise."""
+        """Return the value of a JavaScript expression; wait if the value is a promise."""
         more = {} if context is None else {"contextId": context}
         told = self.ask(
             "Runtime.evaluate", expression=words, returnByValue=True, awaitPromise=True, **more
@@ -131,16 +131,16 @@ class Page:
         return told["result"].get("value")
 
     def faults(self):
-        """Return what the browser complained of: errors of scripts, and what policy forbade."""
+        """Return errors that the browser reported: exceptions, log entries and console errors."""
         thrown = [each["exceptionDetails"] for each in self.named("Runtime.exceptionThrown")]
         logged = [each["entry"] for each in self.named("Log.entryAdded")]
         said = [each for each in self.named("Runtime.consoleAPICalled") if each["type"] == "error"]
         return [*thrown, *(each for each in logged if each["level"] == "error"), *said]
 
     def asked_for(self):
-        """Return the addresses of all that the page asked for."""
+        """Return the URLs that the page has requested."""
         return [each["request"]["url"] for each in self.named("Network.requestWillBeSent")]
 
     def picture(self):
-        """Return the screen as PNG."""
+        """Return a PNG screenshot as bytes."""
         return base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])

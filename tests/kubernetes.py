@@ -1,10 +1,10 @@
-"""The fields of Kubernetes' objects that `cluster/kubernetes` may use, with their types.
+"""Schema of the Kubernetes objects in `cluster/kubernetes`: allowed fields and their types.
 
-Read off the reference of Kubernetes 1.31 (https://kubernetes.io/docs/reference/kubernetes-api) and
-of JobSet v1alpha2 (https://jobset.sigs.k8s.io/docs/reference). It is an allow-list: a field that is
-not here is a mistake, or has to be added. `name!` is one that must be there. A list holds the type
-of its entries, a tuple the values that there are, a compiled expression is text of that form, and
-`Each` a map with free names.
+It follows the references of Kubernetes 1.31 (https://kubernetes.io/docs/reference/kubernetes-api)
+and JobSet v1alpha2 (https://jobset.sigs.k8s.io/docs/reference), but contains only the fields in
+use; add others as needed. A field `name!` is required. A list contains the type of its entries, a
+tuple the allowed values; a compiled expression must match the whole text, and `Each` is a map with
+arbitrary names.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 
 class Each(NamedTuple):
-    """A map whose names have this form, and whose values this type."""
+    """A map whose names match an expression and whose values have one type."""
 
     name: re.Pattern[str]
     value: Any
@@ -191,7 +191,7 @@ _BODIES: Final = {
 
 
 def mistakes(thing: Mapping[str, Any]) -> list[str]:
-    """Return what of an object Kubernetes does not know, or takes as another type."""
+    """Return descriptions of unknown fields, missing fields and wrong types in an object."""
     kind = thing.get("apiVersion"), thing.get("kind")
     body = next((body for known, body in _BODIES.items() if known == kind), None)
     if body is None:
@@ -240,7 +240,7 @@ def _of_map(value: object, form: Each, path: str) -> Iterator[str]:
 
 
 def _fits(value: object, form: Any) -> bool:
-    """Say whether a value without parts is of a type: text, numbers and truth are kept apart."""
+    """Return whether a scalar has a type; int, bool and str are not converted to each other."""
     if isinstance(form, tuple):
         return any(value == each and type(value) is type(each) for each in form)
     if form is QUANTITY and type(value) is int:

@@ -1,4 +1,4 @@
-"""Print the longest files and functions of the package: places to look for a second idea."""
+"""Print the longest files and functions of the package, which may need to be split."""
 
 import ast
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""A script that starts `python -m <module>` again and again, with torch loaded once.
+"""Server that starts `python -m <module>` repeatedly, with torch imported only once.
 
-One request a line of JSON on standard input, one answer a line on standard output: `start` forks
-a process that becomes the command, `poll` tells its exit code as subprocess does. The process has
-no child of its own and its own file for output. It leaves once all has run that is registered for
-the end: taking an interpreter with torch apart would be a quarter of its processor time. Where a
-request says `is_whole` it ends as an interpreter ends.
+Each line of standard input is a request in JSON, each line of standard output a response: `start`
+forks a process that becomes the command, `poll` returns its exit code as subprocess does. A process
+writes its output to a file of its own. It exits after its atexit functions have run, without
+finalizing the interpreter, which would take a quarter of its CPU time; if the request sets
+`is_whole`, the interpreter is finalized.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from gpipe_hpc.config import compose_config
 
 
 def become(request):
-    """Turn this process into what a shell would have started."""
+    """Make this process run the requested command as if a shell had started it."""
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -44,7 +44,7 @@ def become(request):
 
 
 def leave(code):
-    """End with what a program and its libraries do at the end, and nothing behind that."""
+    """Run all exit functions, then exit without finalizing the interpreter."""
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -59,7 +59,7 @@ def poll(pid):
 
 
 def serve():
-    """Answer until standard input ends; return the request that this process is to become."""
+    """Serve requests until standard input ends; in a forked process, return its request."""
     for line in sys.stdin:
         request = json.loads(line)
         if request["what"] == "start":
@@ -80,10 +80,10 @@ if __name__ == "__main__":
         "numpy.ma",
         "rich._emoji_codes",
     ):
-        import_module(name)  # seconds that no start then pays again
-    compose_config(["train.steps=1"])  # nor what Hydra's parsers learn from the first words
+        import_module(name)  # once, so that forked processes need not import it
+    compose_config(["train.steps=1"])  # initializes Hydra's parsers
     gc.collect()
-    gc.freeze()  # else each command, as it ends, looks for garbage in all of torch: a second
+    gc.freeze()  # saves each command a second for collecting torch's objects at exit
     mine = serve()
     if mine is not None:
         become(mine)

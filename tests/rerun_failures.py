@@ -1,9 +1,9 @@
-"""Run the tests that have failed in the last run once more, by themselves, and name them.
+"""Run the tests that failed in the last run again, one after the other, and name them.
 
     python tests/rerun_failures.py [arguments of pytest]
 
-Those of one file count as one, for they may share a start that has failed. More than `MOST` are no
-accident: then nothing is run, and the exit code is 1.
+Failed tests of one file count once, since they may share a process that failed to start. If no file
+or more than `MOST` files have failures, nothing is run, and the exit code is 1.
 """
 
 import json
@@ -17,7 +17,7 @@ MOST = 10
 
 
 def main(arguments: list[str], folder: Path = REPOSITORY) -> int:
-    """Return 0 if each test that has failed passes now."""
+    """Run failed tests again; return 0 if all of them pass now."""
     try:
         failed = sorted(json.loads((folder / FAILED).read_text("utf-8")))
     except FileNotFoundError:

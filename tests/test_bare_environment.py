@@ -1,4 +1,4 @@
-"""The library, and the command for one GPU, need torch and numpy and no other package."""
+"""The library, and the train command on one GPU, need only torch and NumPy."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ print("done")
 
 
 def test_the_library_runs_with_torch_and_numpy_alone(environ, tmp_path):
-    """Before, `Pipeline` loaded Hydra and OmegaConf for the spelling of a few names."""
+    """Regression: `Pipeline` imported Hydra and OmegaConf to spell the names of settings."""
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
         cwd=ROOT,

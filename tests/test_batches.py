@@ -1,4 +1,4 @@
-"""Cutting batches, and putting outputs together."""
+"""Tests of splitting batches into micro-batches and of joining outputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What pages say of the code and of each other: excerpts, rooms, the index, README's picture."""
+"""Consistency of the documentation: code excerpts, list of packages, index, README's picture."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ EXCERPTS = re.findall(r"^```python\n# (\S+): (\S+)\n(.*?)^```", ARCHITECTURE, re
 
 
 def source_of(path, name):
-    """Return the lines of a function or method of a file of the package, without indentation."""
+    """Return the lines of a function or method in a file, without indentation."""
     text = (ROOT / path).read_text("utf-8")
     body = ast.parse(text).body
     for part in name.split("."):
@@ -28,7 +28,7 @@ def source_of(path, name):
 
 @pytest.mark.parametrize(("path", "name", "excerpt"), EXCERPTS, ids=lambda text: text[:50])
 def test_an_excerpt_is_in_the_code(path, name, excerpt):
-    """Its lines are there, in this order; `...` stands for lines that are left out."""
+    """The code contains the excerpt's lines in this order; `...` stands for omitted lines."""
     lines = iter(source_of(path, name))
     for line in textwrap.dedent(excerpt).splitlines():
         if line.strip() != "...":

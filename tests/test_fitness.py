@@ -1,4 +1,4 @@
-"""The rules of the house that a program can check: CONTRIBUTING.md says why each is there."""
+"""Rules of CONTRIBUTING.md that a program can check."""
 
 import ast
 import os
@@ -39,7 +39,7 @@ def part_of(path: Path) -> str:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of everything imported, anywhere in the file."""
+    """Yield line and dotted name of each import, anywhere in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -57,7 +57,7 @@ KINDS = {"cpu", "cuda", "xpu", "mps"}
 
 
 def names_of_devices(tree: ast.Module) -> Iterator[str]:
-    """Yield what one module alone may say: torch's names for devices, questions for a kind."""
+    """Yield uses of torch's device functions, and comparisons of a device's type, by line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             is_torchs = isinstance(node.value, ast.Name) and node.value.id == "torch"
@@ -73,7 +73,7 @@ def names_of_devices(tree: ast.Module) -> Iterator[str]:
 
 
 def test_one_module_knows_devices():
-    """What differs between kinds of devices stood in thirty places, all of them for CUDA alone."""
+    """Regression: differences between device types were handled in thirty places, for CUDA only."""
     own = PACKAGE / "device" / "device.py"
     assert len(set(names_of_devices(TREES[own]))) > 10
     for path in FILES:
@@ -82,7 +82,7 @@ def test_one_module_knows_devices():
 
 
 def torchs_private_names(tree: ast.Module) -> Iterator[str]:
-    """Yield line and name of what a file uses of torch that its documents do not name."""
+    """Yield line and name of each private name of torch that a file uses."""
     known: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and node.value:  # gloo: Any = dist.ProcessGroupGloo
@@ -109,13 +109,13 @@ def torchs_private_names(tree: ast.Module) -> Iterator[str]:
 
 def is_private_of_torch(name: str) -> bool:
     first, *parts = name.split(".")
-    # torch._foreach_add and the like stand in torch's documents.
+    # torch._foreach_add and similar functions are documented.
     private = [p for p in parts if p[:1] == "_" and p[:2] != "__" and p[:9] != "_foreach_"]
     return first == "torch" and bool(private)
 
 
 def test_one_module_knows_torchs_private_names():
-    """Each has a fallback, or is missed at the start: see gpipe_hpc/torch_compat.py."""
+    """Each private name is in gpipe_hpc/torch_compat.py, with a fallback or a check at start."""
     own = PACKAGE / "torch_compat.py"
     assert len(list(torchs_private_names(TREES[own]))) >= 6
     for path in FILES:
@@ -156,7 +156,7 @@ def test_light_imports_load_no_torch(module):
 
 
 def test_pipeline_loads_checkpoints_of_torch_when_it_needs_them():
-    """Importing torch.distributed.checkpoint takes as long as importing all of this package."""
+    """Importing torch.distributed.checkpoint takes as long as importing all of gpipe_hpc."""
     name = "torch.distributed.checkpoint.filesystem"
     code = (
         f"from gpipe_hpc import Pipeline; Pipeline; import sys; sys.exit({name!r} in sys.modules)"
@@ -185,7 +185,7 @@ def test_schedule_is_python_and_numpy():
     assert foreign - {"gpipe_hpc", "numpy"} <= set(sys.stdlib_module_names)
 
 
-# Written in pieces, so that this file does not hold what it looks for.
+# Concatenated, so that this file itself does not match.
 FORBIDDEN = re.compile(
     "|".join(
         (
@@ -194,7 +194,7 @@ FORBIDDEN = re.compile(
             "type: " + "ignore",
             r"#\s*no" + "qa",
             "NotImplemented" + "Error",
-            r'(?<!")\bchunks?\b',  # a micro-batch; in quotes it is a name of torch's
+            r'(?<!")\bchunks?\b',  # write micro-batch; torch uses "chunk" as a name
         )
     )
 )
@@ -238,7 +238,7 @@ def test_state_rule_sees_what_it_forbids():
 
 
 def hidden_asserts(tree: ast.Module) -> Iterator[str]:
-    """Yield tests that show nothing that they assert, themselves or by the name of a helper."""
+    """Yield tests that contain no assertion and call no helper named as one."""
     for test in tree.body:
         if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
             calls = (node.func for node in ast.walk(test) if isinstance(node, ast.Call))
@@ -250,7 +250,7 @@ def hidden_asserts(tree: ast.Module) -> Iterator[str]:
 
 
 def test_each_test_shows_what_it_asserts():
-    """A test that only called a function passed as well when that function did nothing."""
+    """A test that only calls a function also passes if that function does nothing."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         assert list(hidden_asserts(ast.parse(path.read_text("utf-8")))) == [], label(path)
 
@@ -265,17 +265,17 @@ def group_options() -> list[str]:
     return sorted(f"{path.parent.name}={path.stem}" for path in (ROOT / "conf").glob("*/*.yaml"))
 
 
-# Tried first, since most options go with one of them.
+# Tried first, since most options fit one of them.
 TOKENS = ("model=gpt", "data=synthetic")
 IMAGES = ("model=vgg16", "model=mlp", "data=synthetic_images")
 
 
-# What a preset has the user name.
+# Settings without default that a preset requires.
 NAMED = {"data=own": ("data._target_=my.module.dataset",)}
 
 
 def compose_with_a_partner(option: str, text: str) -> Config:
-    """Each kind of data fits some model; each other option some kind of data."""
+    """Compose an option with the first model (for data) or data (for others) that fits it."""
     partners = "model=" if option.startswith("data=") else "data="
     others = [each for each in group_options() if each.startswith(partners)]
     likely = (IMAGES, TOKENS)["data.vocab_size" in text or "seq_len" in text]
@@ -290,7 +290,7 @@ def compose_with_a_partner(option: str, text: str) -> Config:
 
 @pytest.mark.parametrize("option", group_options())
 def test_every_yaml_composes(option):
-    """And sets what differs from the defaults of its kind, no more."""
+    """Each preset composes, and sets only values that differ from the defaults of its kind."""
     group, name = option.split("=")
     path = ROOT / "conf" / group / f"{name}.yaml"
     config = compose_with_a_partner(option, path.read_text("utf-8"))
@@ -313,7 +313,7 @@ def test_the_main_file_repeats_no_default():
 
 
 def commands_of(path: Path) -> Iterator[str]:
-    """Yield the command lines of the shell blocks of a Markdown file, continued lines joined."""
+    """Yield the command lines in shell blocks of a Markdown file, with continued lines joined."""
     for block in re.findall(
         r"^```(?:sh|bash|console)\n(.*?)^```", path.read_text("utf-8"), re.S | re.M
     ):
@@ -345,7 +345,7 @@ def test_commands_of_the_documents_exist(command):
         assert path.with_suffix(".py").is_file() or path.is_dir(), f"no module {module}"
         given = words[words.index(module) + 1 :]
         settings = [each for each in given if "=" in each]
-        if "-m" in given:  # of a sweep the first job
+        if "-m" in given:  # compose the first job of a sweep
             settings = [each if "[" in each else each.split(",")[0] for each in settings]
         compose_config(settings)
 
@@ -357,7 +357,7 @@ def test_documents_show_commands():
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_python_of_the_documents_names_what_exists(path):
-    """Each name that a document imports from the package is there."""
+    """Each name that a document imports from the package exists."""
     blocks = re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.S | re.M)
     assert blocks or path.name != "README.md"
     for block in blocks:
@@ -369,13 +369,13 @@ def test_python_of_the_documents_names_what_exists(path):
 
 
 def test_generated_pages_are_current():
-    """`make docs` writes them."""
+    """Generated pages equal the output of `make docs`."""
     for name, page in generate.pages().items():
         assert (ROOT / "docs" / "reference" / name).read_text("utf-8") == page, name
 
 
 def test_the_table_of_the_keywords_of_pipeline_is_current():
-    """The page named a record inside of us, which lacks six of the keywords."""
+    """Regression: the page referred to an internal class that lacks six of the keywords."""
     shown = {
         each.name: "Outer()" if each.default is MISSING else repr(each.default)
         for each in fields(Keywords)
@@ -387,27 +387,27 @@ def test_the_table_of_the_keywords_of_pipeline_is_current():
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_prose_of_the_documents_is_wrapped(path):
-    """Two edits had made lines of 190 columns."""
+    """Lines of prose have at most 125 columns."""
     text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.S | re.M)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "<!--"))]
     assert not [line for line in prose if len(line) > 125]
 
 
 def pinned(name):
-    """Return the lines of a lock file by name, in the spelling in which all agree."""
+    """Return the lines of a lock file by normalized package name."""
     lines = (ROOT / name).read_text("utf-8").splitlines()
     lines = [line for line in lines if not line.startswith("#")]
     return {canonicalize_name(line.partition("==")[0]): line for line in lines}
 
 
 def needed(requirements):
-    """Return the names of these requirements and of all that they need where this runs."""
+    """Return the names of these requirements and of all their dependencies on this platform."""
     found: set[str] = set()
     left = [Requirement(text) for text in requirements]
     while left:
         one = left.pop()
         name = canonicalize_name(one.name)
-        # What only another build of torch brings (NVIDIA's libraries) is in no lock.
+        # Dependencies of other builds of torch (NVIDIA's libraries) are in no lock file.
         if name in found or name not in pinned("requirements.lock"):
             continue
         found.add(name)
@@ -420,7 +420,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 def test_every_torch_that_starts_may_be_installed():
-    """The one container of NVIDIA's with torch 2.13 was refused, as a pre-release of it."""
+    """Regression: NVIDIA's container with a pre-release of torch 2.13 was rejected."""
     (torch,) = (r for text in PROJECT["dependencies"] if (r := Requirement(text)).name == "torch")
     for version in ("2.8.0a0", "2.8.0+cpu", "2.13.0a0+8145d630e8.nv26.06", "2.16.0.dev1", "3.1"):
         assert torch.specifier.contains(version), version
@@ -436,7 +436,7 @@ def test_the_command_without_fairscale_installs_all_else():
 
 
 def test_the_lock_of_a_run_is_the_part_of_the_lock_that_a_run_needs():
-    """Images installed all of it: compilers of types, linters, an MPI that no cluster has."""
+    """Regression: images installed the whole lock file, including linters and an unused MPI."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
     direct = [*project["dependencies"], *extras["data"], *extras["mpi"], *extras["huggingface"]]

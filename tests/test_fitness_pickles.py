@@ -1,4 +1,4 @@
-"""Nothing of the package unpickles, or calls what data name, except where it is made for it."""
+"""The package unpickles and calls functions named in data only in the listed modules."""
 
 import ast
 import re
@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "gpipe_hpc"
-# Restricted unpicklers of our own, which take no name but those they know, each with its tests.
+# Restricted unpicklers, which accept only known names and have their own tests.
 ALLOWED = {
     "checkpoint/metadata.py": {"pickle._Unpickler"},
     "comm/net/pickling.py": {"pickle.Unpickler"},
-    "config/commands.py": {"yaml.load"},  # by a safe loader, in C where there is one
-    # Of settings given to this command; those of a run folder: tests/export/test_trust.py.
+    "config/commands.py": {"yaml.load"},  # with a safe loader, in C if available
+    # For settings of the command itself; for those of a run folder see tests/export/test_trust.py.
     "config/targets.py": {"hydra.utils.instantiate", "instantiate"},
 }
-# NumPy's reader then takes no pickle, and torch's knows the names of tensors alone.
+# With these arguments, NumPy rejects pickles, and torch unpickles only tensors.
 SAFE = {"allow_pickle=False", "weights_only=True"}
 MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 LOADING = re.compile(
@@ -33,11 +33,11 @@ CALLING = re.compile(
 
 
 def risky(tree: ast.Module) -> Iterator[str]:
-    """Yield what a module uses of the functions that run what data name."""
+    """Yield uses of functions that may run code named in data."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     called = {node.func for node in calls}
     safe = [node for node in calls if SAFE & {*map(ast.unparse, node.keywords)}]
-    refusing = {part for node in safe for part in (node.func, *node.args)}  # also by partial
+    refusing = {part for node in safe for part in (node.func, *node.args)}  # args: for partial
     for node in ast.walk(tree):
         if node in refusing:
             continue

@@ -1,4 +1,4 @@
-"""The finished rooms keep the rules of design.md, section 3, and the others do not get worse."""
+"""Finished rooms (packages) follow the structural rules; other rooms gain no upward imports."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tests.house.rooms import room, sources, upward_imports
 from tests.house.rules import CTYPES, broken, files_with_ctypes, unusual_imports
 
-# Rooms whose rebuild is done. This list only grows.
+# Rooms that must follow all rules. Add rooms, but remove none.
 FINISHED_ROOMS = ("config", "data_parallel", "engine", "settings")
 UPWARD = Path(__file__).parent / "house" / "upward.txt"
 FILES = sources()
@@ -18,7 +18,7 @@ def test_finished_rooms_keep_the_rules():
 
 
 def test_no_import_between_rooms_runs_upwards_but_those_listed():
-    """upward.txt only shrinks: an import that is gone leaves it, and none may enter."""
+    """Imports may only be removed from upward.txt, and must be once they are gone."""
     found = {" -> ".join(pair) for pair in upward_imports(FILES)}
     listed = set(UPWARD.read_text("utf-8").splitlines())
     assert sorted(found - listed) == [], "new imports that run upwards"
@@ -33,7 +33,7 @@ def test_each_listed_use_of_ctypes_is_there():
     assert set(CTYPES) <= set(files_with_ctypes(FILES))
 
 
-# A tree that keeps the rules, with four finished rooms, and faults that each break one rule.
+# A package that follows the rules, with four finished rooms, and faults that break one rule each.
 LONG = "\n" * 61
 GOOD = {
     "gpipe_hpc/__init__.py": "from gpipe_hpc.engine import Step",
@@ -103,7 +103,7 @@ def test_each_rule_sees_what_it_forbids(fault):
 
 
 def test_what_is_not_small():
-    """A leaf, a file of more lines, one with two importers, and one that only a face imports."""
+    """These are exempt: a leaf folder, a long file, a file with two importers or only a face."""
     tree = GOOD | {
         "gpipe_hpc/engine/callbacks/leaf.py": "x = 1",
         "gpipe_hpc/engine/long.py": "x = 1\n" * 61,

@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own: nothing of the checkout is within its reach."""
+"""Tests of the wheel in an environment that cannot import from the checkout."""
 
 import json
 import os
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory, repository) -> Path:
-    """Build the wheel with the tools of the lock file."""
+    """Build the wheel with the tools of the lock file; return its path."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", folder, repository], check=True)
@@ -30,10 +30,10 @@ def wheel(tmp_path_factory, repository) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory) -> Path:
-    """Install the wheel into a new environment; return its interpreter.
+    """Install the wheel into a new environment; return the path of its interpreter.
 
-    Its dependencies are lent by a path file, which, unlike the environment of the tests, does not
-    lead on to the checkout.
+    Dependencies are taken from the test environment through a .pth file, which does not make the
+    checkout importable.
     """
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=True)
@@ -65,7 +65,7 @@ TORCH_OF_AN_IMAGE = "2.13.0a0+8145d630e8.nv26.06"
 
 
 def pretend(folder: Path, name: str, version: str, *needs: str) -> None:
-    """Write what pip reads of an installed package."""
+    """Write the metadata from which pip concludes that a package is installed."""
     place = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     place.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
@@ -74,7 +74,7 @@ def pretend(folder: Path, name: str, version: str, *needs: str) -> None:
 
 
 def test_a_torch_that_is_there_is_kept(wheel, tmp_path, repository):
-    """Also a pre-release, also where a constraint file names it, as NVIDIA's images do."""
+    """An installed pre-release that a constraint file pins, as in NVIDIA's images, is kept."""
     venv.create(tmp_path / "image", with_pip=True)
     place = {"base": str(tmp_path / "image"), "platbase": str(tmp_path / "image")}
     own = Path(sysconfig.get_path("purelib", vars=place))

@@ -1,4 +1,4 @@
-"""What users edit in cluster/: fields that name one another agree, and what is run can be run."""
+"""Consistency of the files in cluster/ that users edit, and validity of their commands."""
 
 import re
 import shlex
@@ -16,13 +16,13 @@ CLUSTER = Path(__file__).resolve().parent.parent / "cluster"
 
 
 def documents(name):
-    """Return the objects of a manifest, by kind."""
+    """Return the objects of a manifest by kind."""
     text = (CLUSTER / "kubernetes" / name).read_text("utf-8")
     return {each["kind"]: each for each in yaml.safe_load_all(text)}
 
 
 def job_of(name):
-    """Return the spec of a manifest's job."""
+    """Return the job spec of a manifest."""
     found = documents(name)
     if "Job" in found:
         return found["Job"]["spec"]
@@ -30,7 +30,7 @@ def job_of(name):
 
 
 def first_pod(name):
-    """Return the name by which the pods of a manifest reach the first one."""
+    """Return the host name of the first pod, as the other pods of a manifest see it."""
     found = documents(name)
     if "Job" in found:
         return f"{found['Job']['metadata']['name']}-0.{found['Service']['metadata']['name']}"
@@ -42,13 +42,13 @@ def first_pod(name):
 
 
 def objects():
-    """Return every object of every manifest."""
+    """Return all objects of all manifests."""
     texts = [path.read_text("utf-8") for path in sorted((CLUSTER / "kubernetes").glob("*.yaml"))]
     return [each for text in texts for each in yaml.safe_load_all(text)]
 
 
 def parts(thing):
-    """Yield each map and list of an object, the object too."""
+    """Yield an object and each map and list in it."""
     yield thing
     for value in list(thing.values() if isinstance(thing, dict) else thing):
         if isinstance(value, dict | list):
@@ -60,7 +60,7 @@ def test_kubernetes_knows_every_field_and_its_type():
 
 
 def slips(part):
-    """Yield a part with a slip: of each value the type, of each name a letter."""
+    """Modify one value or name of a map or list at a time; yield its key while it is modified."""
     for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
         others = [None, 1.5, {} if isinstance(value, list) else []]
         if not isinstance(value, dict) and key not in QUANTITIES:
@@ -81,7 +81,7 @@ QUANTITIES = ("cpu", "memory", "storage", "sizeLimit", "nvidia.com/gpu")  # numb
 
 
 def test_a_slip_in_any_field_at_any_depth_is_found():
-    """The fields of JobSet, which kubectl does not know, were compared by reading alone."""
+    """Each wrong name and type is detected, also in JobSet, which kubectl cannot check."""
     unseen, tried = [], 0
     for thing in objects():
         for part in parts(thing):
@@ -90,7 +90,7 @@ def test_a_slip_in_any_field_at_any_depth_is_found():
                 unseen += [] if mistakes(thing) else [(thing["kind"], key)]
         assert mistakes(thing) == [], "as it was"
     assert tried > 1000
-    # The names of labels are anybody's.
+    # Names of labels are arbitrary.
     assert {key for _, key in unseen} == {"app", "batch.kubernetes.io/job-name"}
 
 
@@ -120,7 +120,7 @@ def test_the_service_is_headless_and_of_the_pods_of_the_job():
 
 
 def command(name):
-    """Return the options for torchrun and the settings of the run."""
+    """Return torchrun's options and the settings of a manifest's run."""
     (container,) = job_of(name)["template"]["spec"]["containers"]
     assert container["command"] == ["torchrun"]
     args = container["args"]
@@ -143,7 +143,7 @@ def test_settings_compose_and_fill_all_ranks(name):
 
 
 def batch_script():
-    """Return the text of train.sbatch, and the settings of its command."""
+    """Return the text of train.sbatch and the settings of its command."""
     text = (CLUSTER / "slurm" / "train.sbatch").read_text("utf-8")
     words = shlex.split(re.search(r"COMMAND=\((.*?)\)\n\}", text, re.S)[1])
     assert words[:3] == ["python", "-m", "gpipe_hpc.train"]
@@ -152,7 +152,7 @@ def batch_script():
 
 @pytest.mark.parametrize("name", [*ALL, "train.sbatch"])
 def test_a_sample_trains_on_tokens_of_its_model(name):
-    """Bytes were trained on under the vocabulary of GPT-2."""
+    """Regression: samples trained on bytes with the vocabulary of GPT-2."""
     settings = batch_script()[1] if name == "train.sbatch" else command(name)[1]
     config = compose_config(settings)
     assert config.model["vocab_size"] == config.data.vocab_size
@@ -160,7 +160,7 @@ def test_a_sample_trains_on_tokens_of_its_model(name):
 
 
 def test_the_batch_script_goes_on_in_the_folder_of_its_name_and_shows_what_sites_ask_for():
-    """Each job had a folder of its own, so a second job began anew."""
+    """Regression: each job had its own folder, so a second job did not resume the first."""
     text, settings = batch_script()
     assert "\nRUN_DIR=runs/$SLURM_JOB_NAME\n" in text and "\n#SBATCH --job-name=" in text
     assert compose_config(settings).checkpoint.resume == "auto"
@@ -174,9 +174,9 @@ def test_a_stopped_pod_has_time_to_save_and_is_not_counted(name):
     pod = job["template"]["spec"]
     flags, _ = command(name)
     assert int(flags["--shutdown-timeout"]) < pod["terminationGracePeriodSeconds"]
-    assert pod["restartPolicy"] == "Never"  # what podFailurePolicy asks for
+    assert pod["restartPolicy"] == "Never"  # required by podFailurePolicy
     (rule,) = job["podFailurePolicy"]["rules"]
-    # The status must be text.
+    # The status must be a string.
     assert rule["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     if name != "jobset.yaml":
         assert rule["action"] == "Ignore" and job["podReplacementPolicy"] == "Failed"
@@ -194,7 +194,7 @@ def test_a_stopped_pod_has_time_to_save_and_is_not_counted(name):
 
 
 def assert_no_rights(pod):
-    """Assert that a pod runs as the user of the image, and may write to volumes alone."""
+    """Assert that a pod runs as the image's user and can write only to volumes."""
     dockerfile = (CLUSTER.parent / "Dockerfile").read_text("utf-8")
     (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.M)
     assert pod["securityContext"]["runAsNonRoot"]
@@ -259,7 +259,7 @@ def test_the_elastic_job_goes_on_with_fewer_pods_and_ends_with_the_first():
     assert job["completionMode"] == "Indexed"
     assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
     config = compose_config(settings)
-    # What one replica has is there in the fewest pods.
+    # The smallest number of pods has enough GPUs for one replica.
     assert config.pipeline.stages <= fewest * int(flags["--nproc-per-node"])
     conf = dict(pair.split("=") for pair in flags["--rdzv-conf"].split(","))
     assert conf["is_host"] == "0" and flags["--rdzv-backend"] == "c10d"
@@ -295,7 +295,7 @@ def test_the_pod_for_data_holds_the_volume_that_pods_train_on():
 
 
 def test_apptainer_builds_what_the_dockerfile_does(tmp_path):
-    """What it copies is there, its shell is one, its versions agree."""
+    """Its files exist, its shell scripts parse, and its versions are those of the Dockerfile."""
     found = definition(CLUSTER.parent)
     known = {"arguments", "files", "post", "environment", "runscript", "test", "help"}
     assert set(found) == {"", *known}
@@ -321,7 +321,7 @@ def test_the_batch_script_is_one():
     text = path.read_text("utf-8")
     top, _, rest = text.partition("edit to here")
     assert "#SBATCH" not in rest, "Slurm reads no options below the first command"
-    # Slurm stops reading options there.
+    # Slurm reads no options after the first command.
     first = next(i for i, line in enumerate(top.splitlines()) if line and line[0] != "#")
     assert not any(line.startswith("#SBATCH") for line in top.splitlines()[first:])
     options = re.findall(r"^#SBATCH (--[\w-]+)", text, re.M)
@@ -331,7 +331,7 @@ def test_the_batch_script_is_one():
 
 
 def test_the_batch_script_keeps_the_micro_batches_with_half_of_its_nodes():
-    """It set pipeline.replicas by the ranks, so a lost node made another run of dropout."""
+    """Regression: pipeline.replicas depended on the ranks, so a lost node changed dropout."""
     text = (CLUSTER / "slurm" / "train.sbatch").read_text("utf-8")
     (function,) = re.findall(r"^what_runs\(\) \{.*?^\}", text, re.M | re.S)
     found = []

@@ -1,4 +1,4 @@
-"""Nests come apart and together again, and leave nothing behind."""
+"""Tests of flattening and unflattening nested containers."""
 
 import gc
 import pickle
@@ -65,11 +65,11 @@ def test_tensors_in_leaf_order_and_mapped():
 
 
 def test_a_walk_leaves_no_circle_of_references():
-    """torch's own walk leaves one a call; a thousand steps without collection then grow."""
+    """Flattening creates no reference cycle; torch's own creates one per call."""
     found = []
     gc.disable()
     try:
-        for _ in range(5):  # other tests' threads may leave something meanwhile
+        for _ in range(5):  # threads of other tests may create garbage at the same time
             gc.collect()
             for _ in range(10):
                 leaves, tree = flatten({"a": (T, [T]), "b": None})

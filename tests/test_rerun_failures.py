@@ -1,4 +1,4 @@
-"""Tests that failed in a crowd are tried once more: what fails again has failed."""
+"""Tests of rerun_failures.py, which runs failed tests again."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def test_what_fails_again_has_failed(tmp_path):
 
 @pytest.mark.parametrize("num_files", [0, rerun_failures.MOST + 1])
 def test_many_or_none_are_not_run(tmp_path, num_files, capfd):
-    """None: the run has ended without a word, as by a fault of pytest's."""
+    """No failed test means that the run itself ended early, for example by a pytest error."""
     path = tmp_path / rerun_failures.FAILED
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({f"test_{n}.py::test_it": True for n in range(num_files)}))
@@ -40,7 +40,7 @@ def test_many_or_none_are_not_run(tmp_path, num_files, capfd):
 
 
 def test_a_start_that_many_tests_share_counts_once(tmp_path, capfd):
-    """Four ranks started too slowly, and 56 tests of one file were not tried once more."""
+    """Regression: four ranks started too slowly, and 56 tests of one file were not run again."""
     cases = f"@pytest.mark.parametrize('case', range({rerun_failures.MOST + 1}))\n"
     text = RACE.replace("def test_race():", f"{cases}def test_race(case):")
     first_run(tmp_path, f"import pytest\n{text}")

@@ -1,4 +1,4 @@
-"""How messages name a setting."""
+"""Tests of how messages name a setting."""
 
 from gpipe_hpc.setting_names import setting
 

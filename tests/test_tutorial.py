@@ -1,4 +1,4 @@
-"""The way of a new user: what `docs/tutorial.md` says is done here, and gives what it shows."""
+"""Run the commands of `docs/tutorial.md` and compare their output with the page."""
 
 import os
 import re
@@ -21,7 +21,7 @@ INTO = re.compile(r"into `([\w.]+)`:\s*\Z")
 
 
 class Block(NamedTuple):
-    """A fenced block; `said`: the text between the block before it and this one."""
+    """A fenced code block; `said` is the text between the previous block and this one."""
 
     kind: str
     text: str
@@ -37,9 +37,9 @@ def blocks() -> Iterator[Block]:
 
 
 def alike(line: str) -> str:
-    """Return a line without what differs from run to run: numbers, their units, white space.
+    """Normalize an output line: numbers, units and white space may differ between runs.
 
-    Of a row of a measured picture only the rank stays.
+    From a row of a measured timeline only the rank remains.
     """
     line = re.sub(r"^(rank \d+) [F.].*", r"\1", line.strip())
     line = re.sub(r"\d+([.:,]\d+)*", "#", line)
@@ -48,7 +48,7 @@ def alike(line: str) -> str:
 
 
 def run(script: str, folder: Path, environment: dict[str, str], stop_after: str | None) -> str:
-    """Run shell lines as a user would type them, with Ctrl-C once the output matches."""
+    """Run shell lines as a user would; send Ctrl-C once the output matches `stop_after`."""
     output = folder / "output.txt"
     with output.open("wb") as file:
         shell = subprocess.Popen(
@@ -67,7 +67,7 @@ def run(script: str, folder: Path, environment: dict[str, str], stop_after: str 
                 said = output.read_text(errors="replace")
                 assert time.monotonic() < deadline, f"{script} takes too long, having said:\n{said}"
                 if stop_after is not None and not is_asked and re.search(stop_after, said):
-                    # A terminal sends it to all that run in it.
+                    # A terminal sends Ctrl-C to all processes in the foreground.
                     os.killpg(shell.pid, signal.SIGINT)
                     is_asked = True
                 time.sleep(0.1)
@@ -83,7 +83,7 @@ def run(script: str, folder: Path, environment: dict[str, str], stop_after: str 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_tutorial_works_as_it_stands(tmp_path, repository, environ):
-    """Each block is a file, a command or what a command prints; none may fail, or print others."""
+    """Each block is a file, a command or its output; commands succeed and print this output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environment = environ | {"PATH": path, "PYTHONPATH": str(repository)}
     output: list[str] = []
@@ -111,7 +111,7 @@ def test_the_tutorial_works_as_it_stands(tmp_path, repository, environ):
 
 
 def test_blocks_are_told_apart():
-    """A page without commands, or with none that are compared, would pass."""
+    """The numbers of blocks are as expected; a page without commands would pass the other test."""
     kinds = [block.kind for block in blocks()]
     assert (kinds.count("sh"), kinds.count("python"), kinds.count("text")) == (11, 3, 9)
     assert sum(STOPPED.search(block.said) is not None for block in blocks()) == 1

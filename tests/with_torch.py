@@ -1,9 +1,9 @@
-"""Run what a version of torch may break against that version: `make test-torch VERSION=2.15.0`.
+"""Test gpipe_hpc with another version of torch: `make test-torch VERSION=2.15.0`.
 
-It makes an environment in build/, some gigabytes, installs the package there as a user would, and
-runs five minutes of tests: import, training of two ranks that another run resumes, and a sample of
-exactness, split backward, replicas, layer state, checkpoints and processes. Then it removes the
-environment. The interpreter that runs this is the one that is tried.
+Creates an environment of several gigabytes in build/, installs the package in it as a user would,
+and runs five minutes of tests: import, training of two ranks that another run resumes, and a sample
+of exactness, split backward, replicas, layer state, checkpoints and processes. The environment has
+the Python version of the interpreter that runs this script; it is removed afterwards.
 """
 
 import argparse
@@ -65,23 +65,23 @@ def main() -> None:
 
 
 def try_version(version: str, home: Path, workers: str) -> list[str]:
-    """Make the environment and run everything in it; return the names of what failed."""
+    """Create the environment and run all tests in it; return the names of the failed steps."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
     constraint = home / "constraint.txt"
     constraint.write_text(f"torch=={version}\n")
-    # Those of this machine may ask for another torch.
+    # Variables of this machine may select another torch.
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     environment |= {"PIP_CONSTRAINT": str(constraint), "OMP_NUM_THREADS": "1"}
     bin_ = home / "bin"
     pip = [bin_ / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    # torch first: what is installed after it must leave it alone.
+    # Install torch first; the installation of the package must not replace it.
     subprocess.run([*pip, f"torch=={version}"], env=environment, check=True)
     before = installed_torch(bin_ / "python", environment)
     subprocess.run([*pip, ROOT, *TOOLS], env=environment, check=True)
     after = installed_torch(bin_ / "python", environment)
     print(f"installed beside torch {before}: torch is {after}", flush=True)
 
-    away = home / "away"  # from which only what is installed can be imported
+    away = home / "away"  # a folder from which the checkout cannot be imported
     away.mkdir()
     train = [bin_ / "torchrun", "--standalone", "--nproc_per_node", "2", "-m", "gpipe_hpc.train"]
     train += ["run.dir=run", "checkpoint.every=10"]
@@ -108,7 +108,7 @@ def try_version(version: str, home: Path, workers: str) -> list[str]:
 
 
 def installed_torch(python: Path, environment: Mapping[str, str]) -> str:
-    """Return the version of torch that an interpreter has."""
+    """Return the version of torch that is installed for a Python interpreter."""
     code = "from importlib.metadata import version; print(version('torch'))"
     done = subprocess.run([python, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
     return done.stdout.decode().strip()

@@ -1,4 +1,4 @@
-"""Train a small model by a plain loop and by ranks that are threads; what each rank ends with."""
+"""Train a small model by a plain loop and on ranks that are threads, and compare the results."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ WIDTH = 4
 
 
 def linear() -> nn.Module:
-    """Return a layer of four numbers."""
+    """Return a linear layer of width 4 in float64."""
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
 class Trained(NamedTuple):
-    """Losses by step, and parameters at the end by global name."""
+    """Losses by step, and final parameters by global name."""
 
     losses: list[float]
     weights: dict[str, Tensor]
 
 
 class Ended(NamedTuple):
-    """How a rank ended: what it trained, its error if it raised one, and whether weights moved."""
+    """Result of a rank: losses and weights, its error if any, and whether the optimizer has run."""
 
     trained: Trained
     error: GpipeError | None
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 
 
 def by_a_plain_loop(make: Make, data: Data, rate: float = 0.05, microbatches: int = 4) -> Trained:
-    """Train in one process, one micro-batch after the other, without anything of gpipe_hpc."""
+    """Train in one process without gpipe_hpc, one micro-batch after the other."""
     torch.manual_seed(0)
     model = nn.Sequential(*make())
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -65,7 +65,7 @@ def by_ranks(
     loss_fn: Callable[..., Any] = mean_square,
     **layout: Any,
 ) -> list[Ended]:
-    """Train on ranks that are threads; each ends by itself, also by an error."""
+    """Train on ranks that are threads; a rank that raises an error does not end the others."""
     models = []
     for _ in range(num_ranks):
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def _part(inputs: Any, own: slice) -> Any:
 
 
 def assert_as_plain(ranks: Sequence[Ended], plain: Trained) -> None:
-    """Compare with a plain loop: losses, weights, and the copies of weights with one another."""
+    """Assert that losses and weights of all ranks are close to those of the plain loop."""
     weights: dict[str, Tensor] = {}
     for rank in ranks:
         assert rank.error is None, rank.error
@@ -112,7 +112,7 @@ def assert_as_plain(ranks: Sequence[Ended], plain: Trained) -> None:
 
 
 def assert_refused(ranks: Sequence[Ended], *words: str, steps: int = 0) -> None:
-    """Check that all ranks ended with an error, after so many steps, and that one names `words`."""
+    """Assert that all ranks raised an error after `steps` steps, and that one contains `words`."""
     assert all(rank.error is not None for rank in ranks), "a rank went on"
     assert all(len(rank.trained.losses) == steps for rank in ranks)
     assert all(rank.has_updated is (steps > 0) for rank in ranks)
@@ -121,7 +121,7 @@ def assert_refused(ranks: Sequence[Ended], *words: str, steps: int = 0) -> None:
 
 
 def twins(make: Make) -> Make:
-    """Return a factory of deep copies of what another made once: equal weights on every rank."""
+    """Return a factory of deep copies of the layers, so that ranks have equal initial weights."""
     torch.manual_seed(0)
     first = make()
     return lambda: copy.deepcopy(first)

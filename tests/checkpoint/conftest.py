@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: a small model with all kinds of state, and faults in files."""
+"""Fixtures for tests of checkpoints: a small model with all kinds of state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,24 +15,24 @@ WIDTH = 3
 
 
 class Counting(nn.Linear):
-    """A layer that counts its calls, and keeps the count as extra state."""
+    """A linear layer that counts its calls; the count is its extra state."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
         self.num_calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Count, and do what a linear layer does."""
+        """Increment the count and apply the linear layer."""
         self.num_calls += 1
         return super().forward(inputs)
 
     def get_extra_state(self) -> Any:
-        """Return the count in many forms."""
+        """Return the count, together with values of several other types."""
         last = torch.full((2,), float(self.num_calls))
         return {"calls": self.num_calls, 7: (None, [True, 0.5, "text"]), "last": (last,)}
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the count back."""
+        """Restore the count; assert that the other values are unchanged."""
         self.num_calls = state["calls"]
         assert state == self.get_extra_state() | {"last": state["last"]}
         assert torch.equal(state["last"][0], torch.full((2,), float(self.num_calls)))
@@ -45,14 +45,14 @@ class Run(NamedTuple):
     optimizer: torch.optim.Optimizer
 
     def step(self, number: int = 1) -> None:
-        """Train some steps."""
+        """Train `number` steps."""
         for _ in range(number):
             batch = torch.arange(4.0 * WIDTH).reshape(4, WIDTH)
             self.pipe.step(batch, batch.flip(0))
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Return all that loading may change, as copies."""
+        """Return copies of everything that loading a checkpoint may change."""
         pipe, found = self.pipe, {}
         for stage in pipe.stages.values():
             found |= {n: p.detach().clone() for n, p in stage.named_parameters().items()}
@@ -69,12 +69,12 @@ class Run(NamedTuple):
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Say whether two states are equal to the bit."""
+    """Return whether two states are bitwise equal."""
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 def new_run(world: Any = None, seed: int = 0, lr: float = 0.1, width: int = WIDTH) -> Run:
-    """Return a model with a tie, BatchNorm and extra state."""
+    """Create a model with tied weights, BatchNorm and extra state, and its optimizer."""
     tied = LayerSpec(nn.Linear, width, width, bias=False).tied({"weight": "shared"})
     layers = [tied, LayerSpec(nn.BatchNorm1d, width), LayerSpec(Counting, width), tied]
     pipe = Pipeline(layers, mean_square, microbatches=2, recompute="never", seed=seed, world=world)
@@ -84,7 +84,7 @@ def new_run(world: Any = None, seed: int = 0, lr: float = 0.1, width: int = WIDT
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that trains on some ranks and saves; it returns the checkpoint."""
+    """Return a function that trains on some ranks, saves, and returns the checkpoint's path."""
 
     def save(name: str = "step_2", num_ranks: int = 2, steps: int = 2) -> Path:
         def body(world: Any) -> Path:

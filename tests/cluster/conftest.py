@@ -1,4 +1,4 @@
-"""A real Slurm for the tests of this folder, and the script that users edit, edited for a test."""
+"""Fixtures for tests on clusters: a real Slurm, containers, and an edited batch script."""
 
 import os
 import re
@@ -27,14 +27,14 @@ def all_of_slurm(repository: Path) -> Iterator[Slurm]:
 
 @pytest.fixture
 def slurm(all_of_slurm: Slurm) -> Iterator[Slurm]:
-    """Return a Slurm whose nodes are all idle."""
+    """Return a running Slurm whose nodes are all idle."""
     yield all_of_slurm
     all_of_slurm.restore()
 
 
 @pytest.fixture(scope="session")
 def storage() -> Iterator[Containers]:
-    """Return a storage of images of its own; CLUSTER_STORAGE names one that is to be kept."""
+    """Return a storage of container images; CLUSTER_STORAGE names a folder to keep between runs."""
     kept = os.environ.get("CLUSTER_STORAGE")
     folder = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="containers_"))
     containers = Containers(folder, os.environ)
@@ -47,14 +47,14 @@ def storage() -> Iterator[Containers]:
 
 @pytest.fixture(scope="session")
 def built(storage: Containers, repository: Path) -> Containers:
-    """Build the image of the Dockerfile."""
+    """Build the image of the Dockerfile; return the storage that contains it."""
     storage.build(repository)
     return storage
 
 
 @pytest.fixture
 def defined(storage: Containers, repository: Path) -> Iterator[tuple[Containers, str]]:
-    """Build what Apptainer's definition says; return what starts containers of it, its name."""
+    """Build the image of Apptainer's definition file; return the storage and the image's name."""
     storage.build_defined(repository)
     yield storage, DEFINED
     storage.stop()
@@ -62,7 +62,7 @@ def defined(storage: Containers, repository: Path) -> Iterator[tuple[Containers,
 
 @pytest.fixture
 def containers(built: Containers) -> Iterator[Containers]:
-    """Return what starts containers of the image; none outlives the test."""
+    """Return an object that starts containers of the image; they are stopped after the test."""
     yield built
     built.stop()
 
@@ -72,7 +72,7 @@ Edited = Callable[..., Path]
 
 @pytest.fixture
 def edited(repository: Path, tmp_path: Path) -> Edited:
-    """Return a function that edits train.sbatch at the top, as a user does, and nowhere else."""
+    """Return a function that edits the settings at the top of train.sbatch, as a user does."""
 
     def edit(settings: Sequence[str], prepare: str = ":", **values: object) -> Path:
         text = (repository / "cluster" / "slurm" / "train.sbatch").read_text()

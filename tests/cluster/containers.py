@@ -1,4 +1,4 @@
-"""The image of the Dockerfile, built for CPUs as its first lines say, and containers of it."""
+"""The image of the Dockerfile, built for CPUs, and containers that run it."""
 
 import os
 import shutil
@@ -17,13 +17,13 @@ DEFINED = "localhost/gpipe-hpc-sif"
 _SUITE = "bookworm"
 _HARDENED = (
     *("--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--shm-size=64m"),
-    # Where podman itself may not raise limits, it must not try.
+    # Set limits explicitly, as podman may not be allowed to raise them.
     *("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096"),
 )
 
 
 class Containers:
-    """Images and containers in a storage of its own, under one folder."""
+    """Images and containers in a separate storage below one folder."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class Containers:
         self._names: list[str] = []
 
     def build(self, repository: Path) -> None:
-        """Build the image; error of the tool, with all that it said, if it cannot be."""
+        """Build the image of the Dockerfile; on failure, the error contains the tool's output."""
         if self._has(IMAGE):
             return
         self._import_base(BASE, "python3,python3-venv,ca-certificates")
@@ -52,10 +52,10 @@ class Containers:
             )
 
     def build_defined(self, repository: Path) -> None:
-        """Do what Apptainer does with its definition, for CPUs, in a Debian without Python."""
+        """Build the image of Apptainer's definition file for CPUs, from a Debian without Python."""
         if self._has(DEFINED):
             return
-        # A certificate of pip's is mounted where this package would put its own.
+        # Install certificates first: pip's certificate is mounted over a file of this package.
         self._import_base(BARE, "ca-certificates")
         index = self._environ.get("TORCH_INDEX") or "none"
         found = filled(definition(repository), BASE=BARE, TORCH_INDEX=index)
@@ -73,7 +73,7 @@ class Containers:
         self._run("buildah", "commit", "--quiet", "--rm", name, DEFINED)
 
     def _has(self, image: str) -> bool:
-        # Whole lines: one name begins with the other.
+        # Compare whole lines, since one name is a prefix of another.
         return image in self._run("podman", "images", "--format={{.Repository}}").split()
 
     def _import_base(self, image: str, packages: str) -> None:
@@ -98,11 +98,11 @@ class Containers:
         return done.stdout
 
     def output(self, *words: str) -> str:
-        """Run a container to its good end; return what it said."""
+        """Run a container, assert that it succeeds, and return its output."""
         return self._run("podman", f"--runtime={tool('runc')}", "run", "--rm", *_HARDENED, *words)
 
     def start(self, output: Path, *words: str) -> "Container":
-        """Start a container."""
+        """Start a container that writes its output to a file and is removed when it ends."""
         name = f"gpipe_{os.getpid()}_{len(self._names)}"
         self._names.append(name)
         podman = [tool("podman"), *self._storage, f"--runtime={tool('runc')}"]
@@ -117,7 +117,7 @@ class Containers:
         return Container([*podman, "kill", "--signal=KILL", name], process, output)
 
     def keep(self, *words: str) -> "KeptContainer":
-        """Start a container that podman may start again; it has no terminal."""
+        """Start a container in the background that can be restarted after it has ended."""
         name = f"gpipe_{os.getpid()}_{len(self._names)}"
         self._names.append(name)
         runtime = f"--runtime={tool('runc')}"
@@ -125,69 +125,69 @@ class Containers:
         return KeptContainer(lambda verb, *more: self._run("podman", runtime, verb, *more, name))
 
     def stop(self) -> None:
-        """End all containers."""
+        """Kill and remove all containers."""
         if self._names:
             self._run("podman", "rm", "--force", "--ignore", "--time=0", *self._names)
         self._names.clear()
 
     def remove(self) -> None:
-        """Remove images and all else."""
+        """Remove all images and the storage."""
         self._run("podman", "rmi", "--all", "--force")
         self._run("podman", "system", "reset", "--force")
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Container:
-    """A container under way."""
+    """A running container."""
 
     def __init__(self, kill: Sequence[str], process: subprocess.Popen[bytes], output: Path) -> None:
         self._kill, self._process, self._output = kill, process, output
 
     @property
     def output(self) -> str:
-        """Return what came out so far."""
+        """Return the output so far."""
         return self._output.read_text(errors="replace")
 
     def wait(self, limit_s: float = 180.0) -> int:
-        """Return the exit code, once it has ended."""
+        """Wait until the container has ended; return its exit code."""
         return self._process.wait(limit_s)
 
     def kill(self) -> None:
-        """End all of it at once."""
+        """Kill all processes of the container."""
         subprocess.run(self._kill, check=True, capture_output=True)
 
 
 class KeptContainer:
-    """A container that outlives its end, and may be started again."""
+    """A container that remains after it has ended, and can be restarted."""
 
     def __init__(self, run: Callable[..., str]) -> None:
         self._run = run
 
     @property
     def output(self) -> str:
-        """Return what came out so far, of all its starts."""
+        """Return the output of all starts so far."""
         return self._run("logs")
 
     @property
     def state(self) -> str:
-        """Return whether it runs, its exit code, and how often podman has started it again."""
+        """Return status, exit code and number of restarts, separated by spaces."""
         return self._run(
             "inspect", "--format={{.State.Status}} {{.State.ExitCode}} {{.RestartCount}}"
         ).strip()
 
     def processes(self, word: str) -> list[int]:
-        """Return the numbers, on this machine, of its processes whose command has this word."""
+        """Return the process ids, on this machine, of processes whose command contains `word`."""
         said = self._run("container", "inspect", "--format={{.State.Pid}}")
         first = int(said)
         children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
         return [pid for pid in map(int, children) if word in _command(pid)]
 
     def stop(self) -> None:
-        """End it by SIGTERM, in the time that it was started with."""
+        """Send SIGTERM, and kill the container after its stop timeout."""
         self._run("stop")
 
     def start(self) -> None:
-        """Start it again."""
+        """Start the container again."""
         self._run("start")
 
 
@@ -196,7 +196,7 @@ def _command(pid: int) -> str:
 
 
 def _of_pip() -> list[Path]:
-    """Return the files and folders that pip is configured with here: the build needs them, too."""
+    """Return the files and folders that pip's configuration names, which the build needs."""
     pip = [sys.executable, "-m", "pip", "config"]
     said = subprocess.run([*pip, "debug"], capture_output=True, text=True, check=True).stdout
     files = [

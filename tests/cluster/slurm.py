@@ -1,7 +1,7 @@
-"""A real Slurm on this machine: one controller, several nodes, an authentication of its own.
+"""A real Slurm on this machine: a controller, several nodes and its own authentication.
 
-All of it lives in one folder and carries the folder's name in its environment, by which it is
-found and ended: daemons, steps and whatever jobs leave behind.
+All files are in one folder, and all processes have the folder's name in their environment, by which
+they are found and killed.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from tests.conftest import marked, wait_until
 
 NODES = 4
 CPUS = 8
-# A job that is queued again looks as if it had ended, as long as its old step is being ended.
+# A requeued job appears to have ended until its old step has ended.
 _STAYS_S = 3.0
 _STAYS_FAILED_S = 60.0
-LOST_S = 10  # without an answer a node counts as down
+LOST_S = 10  # time without response after which a node is down
 
 _CONF = """\
 ClusterName=gpipe
@@ -66,10 +66,10 @@ _NODE = (
 
 
 class Slurm:
-    """The controller and its nodes n1, n2, ..., all on this machine."""
+    """A Slurm controller and its nodes n1, n2, ..., all on this machine."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        # Short: the address of a Unix socket has 108 characters at most.
+        # A short path, as the address of a Unix socket has at most 108 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm_", dir="/tmp"))
         self._conf = self.folder / "slurm.conf"
         self.environ = {**environ, "SLURM_CONF": str(self._conf)}
@@ -77,7 +77,7 @@ class Slurm:
         self._node_of: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> "Slurm":
-        """Start all daemons; return once every node is idle."""
+        """Start all daemons, and wait until every node is idle."""
         for name in ("state", "log", *(f"spool/n{i}" for i in range(1, NODES + 1))):
             (self.folder / name).mkdir(parents=True)
         ports = _free_ports(NODES + 1)
@@ -134,47 +134,47 @@ class Slurm:
         return set(self.states().values()) == {"idle"}
 
     def states(self) -> dict[str, str]:
-        """Return the state of each node."""
+        """Return the state of each node, such as idle or down, by name."""
         said = self.run("sinfo", "-h", "-N", "-o", "%N %t", fails=True)
         return dict(line.split() for line in said.splitlines() if len(line.split()) == 2)
 
     def start_node(self, name: str) -> None:
-        """Start a node's daemon."""
+        """Start the daemon of a node."""
         self._node_of[name] = self._daemon(name, tool("slurmd"), "-D", "-N", name)
 
     def bring_back(self, name: str) -> None:
-        """Start the daemon of a lost node, once the controller has nothing left to send to it.
+        """Start the daemon of a lost node, after the controller has sent all its messages.
 
-        For seconds after it has given a node up it tries to end the steps there, and where the node
-        is back by then once more a minute later. A job that is queued again counts its steps anew:
-        the next start's ranks, or its script, would be ended in the place of those that are lost.
-        Slurm itself keeps such a job waiting for two minutes, which these tests do not.
+        For seconds after the loss of a node, and once more a minute later, the controller tries to
+        end the steps there. A requeued job numbers its steps from 0 again, so these messages would
+        end the ranks or the script of the next start. Slurm itself delays a requeued job by two
+        minutes; these tests do not.
         """
         wait_until(lambda: not self._num_unsent(), 120, f"nothing was to be sent; {self._logs()}")
         self.start_node(name)
 
     def _num_unsent(self) -> int:
-        """Return how many messages to nodes the controller has under way, or is to try again."""
+        """Return the number of messages to nodes that the controller still has to send."""
         said = self.run("sdiag")
         found = re.findall(r"^Agent (?:queue size|count): +(\d+)$", said, re.MULTILINE)
         assert len(found) == 2, f"sdiag says otherwise: {said}"
         return sum(map(int, found))
 
     def lose(self, name: str) -> None:
-        """Let a node go as one without power does: its daemon, steps and tasks, all at once."""
+        """Simulate a power failure of a node: kill its daemon, steps and tasks at the same time."""
         doomed = [self._node_of.pop(name).pid]
         ours = marked("SLURM_CONF", str(self._conf))
         tasks = [pid for pid, env in ours.items() if env.get("SLURMD_NODENAME") == name]
-        # A step's own process has the daemon's environment; it is its tasks' parent.
+        # The process of a step is the parent of its tasks; it has the daemon's environment.
         steps = {_parent_of(pid) for pid in tasks} & ours.keys()
-        # All at once: srun has a child that ends the step of an srun that was killed.
+        # Stop all before killing: a child of srun would end the step of a killed srun.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in [*doomed, *steps, *tasks]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
     def restore(self) -> None:
-        """Cancel all jobs, and bring nodes back that were lost."""
+        """Cancel all jobs, and restart lost nodes."""
         self.run("scancel", "--full", "--user", getpass.getuser(), fails=True)
         wait_until(lambda: not self.run("squeue", "-h"), 60, "no job was left")
         self.reap()
@@ -184,14 +184,14 @@ class Slurm:
         wait_until(self._all_idle, 90, f"all nodes were idle; {self._logs()}")
 
     def reap(self) -> None:
-        """End tasks that outlived their job: those of lost nodes."""
+        """Kill tasks that outlived their job, such as those of lost nodes."""
         for pid, env in marked("SLURM_CONF", str(self._conf)).items():
             if "SLURM_JOB_ID" in env:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def run(self, *command: str, fails: bool = False, folder: Path | None = None) -> str:
-        """Run one of Slurm's commands; return what it said. `fails`: it may."""
+        """Run one of Slurm's commands and return its output; with `fails`, it may fail."""
         done = subprocess.run(
             [tool(command[0]) if command[0] == "srun" else command[0], *command[1:]],
             env=self.environ,
@@ -208,12 +208,12 @@ class Slurm:
         return done.stdout
 
     def submit(self, script: Path, *options: str, folder: Path) -> "BatchJob":
-        """Submit a script from a folder."""
+        """Submit a batch script, with `folder` as working folder."""
         said = self.run("sbatch", "--parsable", *options, str(script), folder=folder)
         return BatchJob(self, said.split()[-1].partition(";")[0])
 
     def tasks(self, job: "BatchJob") -> dict[int, int]:
-        """Return the process numbers of the ranks of a job's running step, by rank."""
+        """Return the process ids of the ranks in a job's running step, by rank."""
         found = {}
         for pid, env in marked("SLURM_CONF", str(self._conf)).items():
             if env.get("SLURM_JOB_ID") == job.number and env.get("SLURM_PROCID", "").isdigit():
@@ -223,7 +223,7 @@ class Slurm:
         return found
 
     def stop(self) -> None:
-        """End every process of it, and remove its folder."""
+        """Kill all processes, and remove the folder."""
         for _ in range(50):
             left = marked("SLURM_CONF", str(self._conf))
             if not left:
@@ -238,22 +238,23 @@ class Slurm:
 
 
 class BatchJob:
-    """A job that was submitted."""
+    """A submitted job."""
 
     def __init__(self, slurm: Slurm, number: str) -> None:
         self._slurm, self.number = slurm, number
-        self._held_s = 0.0  # since when Slurm holds it back, if it does
+        self._held_s = 0.0  # time since which Slurm delays the job; 0 if it does not
 
     def told(self, name: str) -> str:
-        """Return what the controller says of the job, as JobState or Restarts; empty if nothing."""
+        """Return a field of the job's description by scontrol, such as JobState; "" if none."""
         said = self._slurm.run("scontrol", "-o", "show", "job", self.number, fails=True)
         match = re.search(rf"\b{name}=(\S*)", said)
         return "" if match is None else match[1]
 
     def await_state(self, *states: str, limit_s: float = 90.0) -> str:
-        """Return the state once it is one of those; a job that Slurm holds back is let go.
+        """Wait until the job has stayed in one of the states for some seconds; return the state.
 
-        While a job is queued again it may look as if it had ended: it must look so for a while.
+        A requeued job may appear to have ended for a short time. If Slurm delays the start of the
+        job, it is started immediately.
         """
         since: list[float] = []
 
@@ -267,8 +268,8 @@ class BatchJob:
         return self.told("JobState")
 
     def _state(self) -> str:
-        # Slurm starts a requeued job only after two minutes or so. Within a second it would refuse
-        # to, as it has just revoked the right of the start before, and the job would have failed.
+        # Slurm delays a requeued job by about two minutes. A start within the first second would
+        # fail, as the credential of the previous start has just been revoked.
         is_held = self.told("Reason") == "BeginTime"
         self._held_s = self._held_s or time.monotonic() if is_held else 0.0
         if is_held and time.monotonic() - self._held_s > _STAYS_S:

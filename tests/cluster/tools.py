@@ -1,9 +1,9 @@
-"""What a machine must have for these tests: a missing tool is an error that names its package."""
+"""Lookup of the tools that cluster tests need; the error for a missing tool names its package."""
 
 import os
 import shutil
 
-# Debian's package for each tool.
+# Debian packages of the tools.
 PACKAGES = {
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
@@ -14,17 +14,17 @@ PACKAGES = {
     "buildah": "buildah",
     "runc": "runc",
     "debootstrap": "debootstrap",
-    "kubectl": "kubectl",  # of https://pkgs.k8s.io, 1.29 or newer
+    "kubectl": "kubectl",  # from https://pkgs.k8s.io, version 1.29 or newer
 }
 _FOLDERS = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 class MissingToolError(RuntimeError):
-    """This machine lacks a tool."""
+    """A tool is not installed on this machine."""
 
 
 def tool(name: str) -> str:
-    """Return the path of a tool, also of one in a folder that only root has in PATH."""
+    """Return the path of a tool, also in /usr/sbin and /sbin, which may not be in PATH."""
     path = shutil.which(name, path=_FOLDERS)
     if path is None:
         raise MissingToolError(

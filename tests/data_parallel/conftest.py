@@ -1,4 +1,4 @@
-"""The plain loop of the engine's tests serves these, too."""
+"""Fixture `plain` of the engine's tests, for the tests of data parallelism."""
 
 from tests.engine.conftest import plain
 

@@ -1,4 +1,4 @@
-"""Replicas of a few blocks, and the one process that their training is held against."""
+"""Replicas of a small model, and the plain training loop with which they are compared."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ WIDTH, MICROBATCHES = 4, 4
 
 
 class Block(nn.Module):
-    """Two matrices and dropout, and a scale that every other block leaves out."""
+    """Residual block of two linear layers and dropout; its `scale` is used only if `scales`."""
 
     def __init__(self, width, scales):
         super().__init__()
@@ -36,7 +36,7 @@ def specs_of(layers):
 
 
 def make(layers, world, stages, **options):
-    """Return this rank's pipeline of layers that a plain loop can build, too."""
+    """Return this rank's pipeline of layers that a plain loop can build too."""
     return Pipeline(
         specs_of(layers),
         square_sum,
@@ -55,7 +55,7 @@ def sgd(parameters):
 
 
 def one_process(plain, layers, rows, *, optimizer=sgd, max_norm=0.5, **cut):
-    """Train three batches of so many rows in the plain way; `cut` says what replicas have."""
+    """Train three batches of `rows` samples in a plain loop; `cut` describes the replicas."""
     return plain.train(
         layers,
         square_sum,

@@ -1,7 +1,7 @@
-"""A catalogue of layers: each entry is held to everything in test_catalogue.py.
+"""A catalogue of layers; test_catalogue.py checks all properties for each entry.
 
-All take and give (samples, 4) in float64. A layer that does something new is one entry in
-`LAYERS`; tests that ask for more of some of them import those.
+All layers map (samples, 4) to (samples, 4) in float64. To test a new kind of layer, add one entry
+to `LAYERS`. Other tests import some of the layers for further checks.
 """
 
 import random
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, ROWS = 4, 16
-LARGE = 10_000  # so many numbers for each of the width are not copied beforehand
+LARGE = 10_000  # factor that makes a buffer too large to be copied in advance
 
 
 def linear():
@@ -21,7 +21,7 @@ def linear():
 
 
 class Pair(nn.Module):
-    """Turn a function of (layer, input) into a layer that has two others of a kind."""
+    """A layer that applies a function of (layer, input); it contains two inner layers of a kind."""
 
     def __init__(self, function, kind=linear):
         super().__init__()
@@ -33,7 +33,7 @@ class Pair(nn.Module):
 
 
 class ByMatrix(nn.Module):
-    """Multiply with a parameter by a given function."""
+    """Multiply the input by a parameter, with a given product function."""
 
     def __init__(self, product):
         super().__init__()
@@ -76,7 +76,7 @@ def fixed_point(function, start):
 
 
 def equilibrium(layer, x):
-    """The layer of the tutorial "Deep implicit layers" (Kolter, Duvenaud, Johnson 2020)."""
+    """Deep equilibrium layer as in the tutorial "Deep implicit layers" (Kolter et al., 2020)."""
 
     def f(z):
         return torch.tanh(layer.first(z) * 0.3 + layer.second(x))
@@ -100,7 +100,7 @@ def equilibrium(layer, x):
 
 
 def regularised_equilibrium(layer, x):
-    """With the norm of the Jacobian beside it (Bai, Koltun, Kolter 2021)."""
+    """Deep equilibrium layer plus the norm of its Jacobian (Bai, Koltun, Kolter, 2021)."""
     z = equilibrium(layer, x)
     with torch.enable_grad():
         z0 = z.detach().requires_grad_()
@@ -149,7 +149,7 @@ def hook_with_backward_to_an_input(layer, x):
 
 
 def hook_with_backward(layer, x):
-    """What comes by `backward()` in a hook adds to `.grad`, whose it may be."""
+    """Call `backward()` in a hook, which adds to the `.grad` of parameters."""
     y, aside = layer.second(x), layer.first(x.detach()).square().sum()
     if y.requires_grad:
         y.register_hook(lambda g: aside.backward())
@@ -173,7 +173,7 @@ def slope_of_the_same_graph(layer, x):
 
 
 def force(layer, x):
-    """Energy and force, as models of molecules have them."""
+    """Return energy minus force, the gradient of the energy, as models of molecules compute it."""
     with torch.enable_grad():
         x = x if x.requires_grad else x.detach().requires_grad_()
         energy = layer.second(torch.tanh(layer.first(x))).square().sum(-1, keepdim=True)
@@ -190,7 +190,7 @@ def penalty(layer, x):
 
 
 def bend(layer, x):
-    """Second derivatives, as the residual of a differential equation has them."""
+    """Add second derivatives, as in the residual of a differential equation."""
     with torch.enable_grad():
         x = x if x.requires_grad else x.detach().requires_grad_()
         y = layer.second(torch.tanh(layer.first(x)))
@@ -208,7 +208,7 @@ def jacobian(layer, x):
 
 
 class _Inner(torch.autograd.Function):
-    """Keep a graph from the forward, and run it in the backward."""
+    """Build a graph in the forward, and differentiate it in the backward."""
 
     @staticmethod
     def forward(ctx, x, layer, way, *parameters):
@@ -260,7 +260,7 @@ SELF_DIFFERENTIATING = [
 
 
 class Averaged(nn.Linear):
-    """Centre by an average that moves in place."""
+    """Subtract a moving average, which is updated in place."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -272,7 +272,7 @@ class Averaged(nn.Linear):
 
 
 class Reassigned(nn.Linear):
-    """Centre by an average that is another tensor after each forward: no version moves."""
+    """Subtract a moving average, which is a new tensor after each forward."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -284,7 +284,7 @@ class Reassigned(nn.Linear):
 
 
 class Counter(nn.Linear):
-    """Scale by the number of forwards so far."""
+    """Scale by the number of forwards, a buffer."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -296,7 +296,7 @@ class Counter(nn.Linear):
 
 
 class SavedInPlace(nn.Linear):
-    """Multiply by a buffer that autograd saves, and that the next forward writes into."""
+    """Multiply by a buffer that autograd saves and that the next forward modifies in place."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -308,7 +308,7 @@ class SavedInPlace(nn.Linear):
 
 
 class ThroughData(nn.Linear):
-    """Move a large and a small buffer in a way that their versions do not tell."""
+    """Modify a large and a small buffer through `.data`, which does not change their versions."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -322,7 +322,7 @@ class ThroughData(nn.Linear):
 
 
 class ReplacedBesideItsCopy(nn.Linear):
-    """Have an attribute that holds the first of many tensors that take a buffer's place."""
+    """Replace a buffer in each forward; an attribute keeps a reference to its first tensor."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -336,7 +336,7 @@ class ReplacedBesideItsCopy(nn.Linear):
 
 
 class Large(nn.Linear):
-    """Move a large buffer, with what autograd saves of it."""
+    """Modify a large buffer in place, a part of which autograd saves."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -348,7 +348,7 @@ class Large(nn.Linear):
 
 
 class MadeOnTheWay(nn.Linear):
-    """Have no buffer until the first forward makes one."""
+    """Register a buffer in the first forward."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -362,7 +362,7 @@ class MadeOnTheWay(nn.Linear):
 
 
 class Started(nn.Linear):
-    """Take a buffer's value from the first data that comes, and leave it alone from then on."""
+    """Initialize a buffer from the first input, and leave it unchanged afterwards."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -377,7 +377,7 @@ class Started(nn.Linear):
 
 
 class Late(nn.Linear):
-    """Leave the buffer alone for five forwards, then move it."""
+    """Leave a buffer unchanged for five forwards, then modify it."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -392,7 +392,7 @@ class Late(nn.Linear):
 
 
 class Shared(nn.Module):
-    """Two modules that hold one buffer: what one writes the other reads."""
+    """Two modules that share a buffer, which both modify."""
 
     def __init__(self):
         super().__init__()
@@ -434,7 +434,7 @@ STATEFUL = {
 
 
 class Draw(nn.Linear):
-    """Scale by numbers that `draw` gives."""
+    """Linear layer whose output is scaled by random numbers from `draw`."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
@@ -454,7 +454,7 @@ class FromNumpy(Draw):
 
 
 class FromAll(Draw):
-    """Draw from everything there is, generators of its own included."""
+    """Draw from all global generators and from generators in attributes."""
 
     def __init__(self):
         super().__init__()
@@ -469,7 +469,7 @@ class FromAll(Draw):
 
 
 class FromOwn(Draw):
-    """Draw from a generator that a submodule holds."""
+    """Draw from a torch generator in a submodule."""
 
     def __init__(self):
         super().__init__()
@@ -481,7 +481,7 @@ class FromOwn(Draw):
 
 
 class Dropping(Draw):
-    """Draw another number of times each run."""
+    """Draw a random number of values."""
 
     def draw(self):
         return sum(random.random() for _ in range(random.randrange(1, 5)))
@@ -491,7 +491,7 @@ DRAWING = {each.__name__: each for each in (FromPython, FromNumpy, FromAll, From
 
 
 def seed_all(plain, layer_key, layer):
-    """Seed everything as the published formula says."""
+    """Seed all generators according to the published formula."""
 
     def key(source):
         return plain.key(3, layer_key, source)
@@ -519,7 +519,7 @@ def seed_all(plain, layer_key, layer):
 
 
 class _Into(torch.autograd.Function):
-    """A product into memory that is there already, and its gradient, too."""
+    """Matrix product that writes output and gradient into existing memory."""
 
     @staticmethod
     def forward(ctx, x, weight, output, gradient):
@@ -536,7 +536,7 @@ class _Into(torch.autograd.Function):
 
 
 class Scratch(nn.Module):
-    """Return the same memory every time, and the same for gradients."""
+    """Return outputs in the same memory each time, and gradients too."""
 
     def __init__(self, memory=torch.zeros):
         super().__init__()
@@ -549,7 +549,7 @@ class Scratch(nn.Module):
 
 
 class Detached(nn.Module):
-    """Return the very tensor it keeps, cut off from its last graph."""
+    """Return a buffer that is detached and overwritten in each forward."""
 
     def __init__(self):
         super().__init__()
@@ -565,7 +565,7 @@ class Detached(nn.Module):
 
 
 class Aside(nn.Module):
-    """Pass a tensor along that it fills anew each time."""
+    """Return a second tensor that each forward overwrites in place."""
 
     def __init__(self):
         super().__init__()
@@ -587,7 +587,7 @@ class Uses(nn.Module):
 
 
 def of_numpy(shape, dtype):
-    """Return a tensor whose memory a new storage is made of at each call of `of_numpy`."""
+    """Return NumPy memory of which each indexing creates a new torch storage."""
     return NumpyMemory(np.zeros(shape))
 
 
@@ -600,7 +600,7 @@ class NumpyMemory:
 
 
 class Shaped(nn.Module):
-    """Give each sample another shape for a layer, and what comes out its four numbers again."""
+    """Reshape each sample for an inner layer, and its output back to width 4."""
 
     def __init__(self, layer, *shape):
         super().__init__()
@@ -611,7 +611,7 @@ class Shaped(nn.Module):
 
 
 class Tokens(nn.Embedding):
-    """Look up one of three rows; what comes in needs no gradient."""
+    """Embedding of three rows, selected by the signs of the input; no gradient for the input."""
 
     def forward(self, x):
         return super().forward((x[:, 0] > 0).long() + (x[:, 1] > 0)) + x.detach()
@@ -628,7 +628,7 @@ class Recurrent(nn.GRU):
 
 
 class Checkpointed(nn.Module):
-    """Run a part again by a checkpoint of its own."""
+    """Layer that uses `torch.utils.checkpoint` itself."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -640,7 +640,7 @@ class Checkpointed(nn.Module):
 
 
 class Thrice(nn.Module):
-    """Use one linear layer three times."""
+    """Apply one linear layer three times."""
 
     def __init__(self):
         super().__init__()
@@ -653,7 +653,7 @@ class Thrice(nn.Module):
 
 
 class InPlace(nn.Linear):
-    """Write into what it has made."""
+    """Modify the own output in place."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -663,7 +663,7 @@ class InPlace(nn.Linear):
 
 
 class Mixed(nn.Module):
-    """Pass along a tensor that needs no gradient beside one that does, and use both."""
+    """Multiply a tensor that requires grad by a mask that does not."""
 
     def __init__(self):
         super().__init__()
@@ -705,7 +705,7 @@ ORDINARY = {
     "reentrant checkpoint": lambda: Checkpointed(True),
 }
 
-# These add to a gradient what does not grow with it, so the scale of the loss shows.
+# These add a term to a gradient that does not depend on it, so results depend on the loss scale.
 UNSCALED = (hook_on_its_own_linear, hook_with_a_graph, hook_with_backward)
 
 LAYERS = {

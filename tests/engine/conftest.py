@@ -1,7 +1,7 @@
-"""A plain training loop with nothing of gpipe_hpc in it.
+"""A plain training loop without gpipe_hpc, with which training is compared.
 
-Training is compared with `train_plain`: one process, one micro-batch after the other. It derives
-the published random keys itself, from the formula in the docstring of models/randomness.py.
+`train_plain` trains in one process, one micro-batch after the other. It computes the published
+random seeds itself, from the formula in the docstring of models/randomness.py.
 """
 
 import math
@@ -22,7 +22,7 @@ MASK = 2**64 - 1
 
 
 def key(*words):
-    """Return the published key of some words."""
+    """Return the published key (seed) of some integers."""
     h = 0
     for word in words:
         z = (h + GOLDEN * (word + 1)) & MASK
@@ -32,14 +32,14 @@ def key(*words):
     return h % 2**63
 
 
-Recipe = namedtuple("Recipe", "factory args")  # a layer, before anything has built it
+Recipe = namedtuple("Recipe", "factory args")  # a layer that is not built yet
 
 
 CPU = torch.device("cpu")
 
 
 def build_plain(recipes, seed, device=CPU):
-    """Build every layer under its own key, and bring it to the device."""
+    """Build every layer under its own seed, and move it to the device."""
     layers = []
     for index, (factory, args) in enumerate(recipes):
         torch.default_generator.manual_seed(key(1, seed, index))
@@ -53,8 +53,8 @@ def named(layers):
 
 
 def run_plain(layers, nest, seed, step, microbatch, device=CPU):
-    """Run all layers on one micro-batch, re-seeding before each."""
-    # That of all devices takes thirty times as long.
+    """Run all layers on one micro-batch, setting the published seed before each layer."""
+    # torch.manual_seed seeds all devices, which takes thirty times as long.
     reseed = torch.default_generator.manual_seed if device == CPU else torch.manual_seed
     for index, layer in enumerate(layers):
         reseed(key(2, seed, step, microbatch, index))
@@ -64,7 +64,7 @@ def run_plain(layers, nest, seed, step, microbatch, device=CPU):
 
 @dataclass
 class Training:
-    """What each step gave, by global name; and the weights at the end."""
+    """Losses, gradient norms and gradients of each step, and the final weights, by global name."""
 
     losses: list = field(default_factory=list)
     norms: list = field(default_factory=list)
@@ -72,7 +72,7 @@ class Training:
     weights: dict = field(default_factory=dict)
 
     def differences(self, other):
-        """Return where two trainings differ in a bit, or in whether there is a gradient."""
+        """Return the names of all values that differ from another training in any bit."""
         found = []
         for step in range(len(self.losses)):
             found += [f"loss {step}"] * (self.losses[step] != other.losses[step])
@@ -84,9 +84,9 @@ class Training:
         return found + [n for n, w in self.weights.items() if not _same(w, other.weights[n])]
 
     def distance(self, other):
-        """Return the largest absolute difference of any number.
+        """Return the largest absolute difference from another training.
 
-        It is infinite where a number is none, or a gradient is there on one side alone.
+        The result is infinite if a value is NaN, or if only one of the trainings has a gradient.
         """
         pairs = [*zip(self.losses, other.losses, strict=True)]
         pairs += zip(self.norms, other.norms, strict=True)
@@ -112,9 +112,10 @@ def _same(left, right):
 
 
 def sum_then_scale(layers, loss_fn, pieces, order, seed, step, device=CPU):
-    """Leave the gradients of one step: summed per replica in `order`, added, then scaled once.
+    """Compute the gradients of one step: summed per replica in `order`, added, then scaled once.
 
-    `pieces[replica][microbatch]` is (inputs, targets); returns the loss.
+    `pieces[replica][microbatch]` is (inputs, targets). Sets `grad` of all parameters; returns the
+    loss.
     """
     parameters = named(layers)
     replicas, terms = [], {}
@@ -131,10 +132,10 @@ def sum_then_scale(layers, loss_fn, pieces, order, seed, step, device=CPU):
                 if total.requires_grad:
                     total.backward()
         replicas.append({name: p.grad for name, p in parameters.items()})
-    # `sum` makes up for rounding from Python 3.12 on.
+    # Not `sum`, which compensates rounding errors since Python 3.12.
     total = reduce(add, (terms[place][0] for place in sorted(terms)), 0.0)
     weight = sum(float(w) for _, w in terms.values())
-    # A GPU multiplies by the reciprocal of a number of the host, which rounds twice.
+    # A tensor, since a GPU divides by a host number through its reciprocal, which rounds twice.
     divisor = torch.tensor(weight if weight else math.inf, dtype=torch.float64, device=device)
     for name, parameter in parameters.items():
         parts = [part[name] for part in replicas if part[name] is not None]
@@ -150,7 +151,7 @@ def _add(pair):
 
 
 def scale_each(layers, loss_fn, pieces, order, seed, step, device=CPU):
-    """Leave the gradients of one step as most people write it: each loss divided, then summed."""
+    """Compute the gradients of one step as in a common loop: each loss is divided, then summed."""
     flat = [piece for own in pieces for piece in own]
     kept = [(m, inputs, targets) for m, (inputs, targets) in enumerate(flat) if len(targets)]
     run = partial(run_plain, device=device)
@@ -181,12 +182,22 @@ def train_plain(
     shares=None,
     device=CPU,
 ):
-    """Train in one process and return the Training.
+    """Train in one process; return losses, gradients and weights.
 
-    `device` is torch's, where layers run and batches are brought.
-    `shares`: the micro-batches of each replica; None: `microbatches` of each.
-    `order(M)` is the order of a replica's backwards, `cut(batch, pieces)` makes micro-batches,
-    `gradients_of` is one of the two functions above.
+    Args:
+        recipes: the layers, before they are built.
+        loss_fn: function from (output, target) to (sum, weight).
+        batches: (inputs, targets) of each step.
+        seed: seed of the run.
+        replicas: number of replicas to imitate.
+        microbatches: number of micro-batches of each replica.
+        order: function from a number of micro-batches to the order of a replica's backwards.
+        optimizer: function from parameters to an optimizer; None to keep the weights.
+        max_norm: limit for gradient clipping.
+        gradients_of: `sum_then_scale` or `scale_each`.
+        cut: function that splits a batch into micro-batches.
+        shares: number of micro-batches of each replica, if they differ.
+        device: torch device on which the layers run.
     """
     layers = build_plain(recipes, seed, device)
     parameters = named(layers)
@@ -216,7 +227,7 @@ def train_plain(
 
 
 def train_rank(pipe, batches, *, optimizer=None, max_norm=float("inf")):
-    """Train a Pipeline's rank on the same batches; return this rank's Training."""
+    """Train the rank of a Pipeline on its part of the batches; return this rank's results."""
     steps = Training()
     rule = optimizer(pipe.parameters()) if optimizer and pipe.parameters() else None
     for inputs, targets in batches:
@@ -234,7 +245,7 @@ def train_rank(pipe, batches, *, optimizer=None, max_norm=float("inf")):
 
 
 def unite(ranks, stages):
-    """Put the Trainings of all ranks together; replicas must agree to the last bit."""
+    """Merge the results of all ranks; assert that replicas are bitwise equal."""
     first = [merge(ranks[start : start + stages]) for start in range(0, len(ranks), stages)]
     for other in first[1:]:
         assert not first[0].differences(other), "replicas differ"
@@ -242,7 +253,7 @@ def unite(ranks, stages):
 
 
 def merge(ranks):
-    """Put the ranks of one replica together."""
+    """Merge the results of the ranks of one replica."""
     whole = Training(ranks[0].losses, ranks[0].norms)
     assert all((r.losses, r.norms) == (whole.losses, whole.norms) for r in ranks)
     for step in range(len(whole.losses)):
@@ -253,7 +264,7 @@ def merge(ranks):
 
 @pytest.fixture(scope="session")
 def plain(device, on_threads):
-    """Return the plain loop and what compares with it; `--device` says where both run."""
+    """Return the plain loop and functions to compare with it, on the device given by `--device`."""
     return SimpleNamespace(
         Recipe=Recipe,
         Training=Training,

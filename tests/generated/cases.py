@@ -10,7 +10,7 @@ from tests.generated.values import disturbed, typed
 
 
 class Case(NamedTuple):
-    """A gpipe_hpc command with its settings; `ranks` is the number of ranks, 1 as typed."""
+    """A gpipe_hpc command with its settings and number of ranks (1: a single process)."""
 
     command: str
     words: tuple[str, ...]
@@ -20,7 +20,7 @@ class Case(NamedTuple):
         return f"{self.command} (ranks={self.ranks}) {' '.join(map(repr, self.words))}"
 
 
-# A model, data that it can be trained on, and sizes with which that takes a moment.
+# A model, data to train it on, and sizes with which training takes less than a second.
 _TOKENS = ("model.num_layers=1", "model.num_heads=2", "model.width=8", "data.seq_len=8")
 _FEW = ("data.num_samples=24", "data.num_validation_samples=4")
 _PAIRS = (
@@ -53,11 +53,11 @@ _SHORT = (
     *("train.steps=1", "train.batch_size=8", "pipeline.microbatches=2", "lr.warmup_steps=0"),
     *("train.validate_every=0", "train.validate_batches=1", "checkpoint.every=0"),
 )
-_QUICK_CUT = "pipeline.partition=parameters"  # no layer is timed
+_QUICK_CUT = "pipeline.partition=parameters"  # without timing layers
 
 
 class Draw(NamedTuple):
-    """Choices of the generator: commands, numbers of ranks of `train`, and the number of errors."""
+    """Choices of the generator: commands, numbers of ranks for `train`, and numbers of errors."""
 
     commands: tuple[str, ...] = ("train",) * 12 + (
         "plan",
@@ -73,13 +73,13 @@ class Draw(NamedTuple):
 
 ON_THREADS = Draw(ranks=(1, 1, 1, 2, 4))
 IN_A_SHELL = Draw()
-# Most that is wrong each process refuses before it meets the others.
+# Few errors, since each process reports most of them before it connects to the others.
 BY_TORCHRUN = Draw(("train",), (2, 2, 3, 4), (0, 0, 0, 1))
 
 
 @st.composite
 def cases(draw: Any, some: Draw) -> Case:
-    """Draw a command line, mostly of training."""
+    """Draw a command line; most are `train` commands."""
     command = draw(st.sampled_from(some.commands))
     has_ranks = command == "train" and len(some.ranks) > 1
     ranks = draw(st.sampled_from(some.ranks)) if has_ranks else 1
@@ -105,7 +105,7 @@ def cases(draw: Any, some: Draw) -> Case:
 
 
 def drawn(number: int, some: Draw = ON_THREADS) -> Case:
-    """Return the case with a given number, which is always the same.
+    """Return the case with a given number; each number always gives the same case.
 
     Hypothesis varies an example five times before it draws a new one, which is inefficient for
     command lines that are rejected for another reason; each case is therefore the first example of
@@ -115,7 +115,7 @@ def drawn(number: int, some: Draw = ON_THREADS) -> Case:
 
     @seed(number)
     @settings(
-        max_examples=2,  # the simplest of all, and one at random
+        max_examples=2,  # the simplest example and a random one
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -130,7 +130,7 @@ def drawn(number: int, some: Draw = ON_THREADS) -> Case:
 
 
 def _wrong(known: list[Setting]) -> st.SearchStrategy[str]:
-    """Draw a setting that may be invalid: mostly its value, else its name or the whole argument."""
+    """Draw an argument with an invalid value, setting name or form; most have an invalid value."""
     one = st.sampled_from(known)
     value = disturbed().map(typed)
     near = one.flatmap(lambda setting: st.builds(_set, st.just(setting), extreme(setting)))
@@ -154,7 +154,7 @@ def _set(setting: Setting, value: Any) -> str:
 def _wrong_name(
     one: st.SearchStrategy[Setting], value: st.SearchStrategy[str]
 ) -> st.SearchStrategy[str]:
-    """Draw an argument of another form: prefix, group, misspelling, nesting, preset."""
+    """Draw an argument with an unusual prefix, group, nesting or preset, or a misspelled name."""
     pair = st.builds(lambda setting, value: f"{setting.name}={value}", one, value)
     group = st.sampled_from(groups())
     return st.one_of(

@@ -1,4 +1,4 @@
-"""Run a command in this process or as a shell does, and check how it ended."""
+"""Run a generated command in this process, in a shell or by torchrun, and check how it ends."""
 
 import contextlib
 import faulthandler
@@ -41,22 +41,22 @@ from tests.generated.cases import Case
 from tests.support import patience
 
 LIMIT_S = 60.0  # far more than a case takes
-SPARE_BYTES = 6 << 30  # of addresses, beside what this process has: what wants more is refused it
+SPARE_BYTES = 6 << 30  # address space that a case may use in addition to that of this process
 
-# Exit codes with a meaning of their own: too large, and not the same training.
+# Exit codes other than 0 that are valid results of a command; plan: 3, the model does not fit.
 _OTHERS = {"plan": (3,), "verify": ()}
-# Of a rank that SIGTERM ends as it starts, and of one that says so ahead of the ranks' meeting.
+# Exit codes of a rank after SIGTERM: killed during startup, or after its own signal handling.
 _ENDED_BY_LAUNCHER = (-signal.SIGTERM, 128 + signal.SIGTERM)
-# In place of /dev/shm itself, where other runs of this machine have theirs.
+# Used instead of /dev/shm itself, which other runs on this machine use.
 _SHARED = Path(f"/dev/shm/generated_{os.getpid()}")
 
 
 class Hang(BaseException):
-    """A case exceeded its time limit; derived so that no handler of gpipe_hpc catches it."""
+    """Raised if a case exceeds its time limit; not an Exception, so that no handler catches it."""
 
 
 class Ended(NamedTuple):
-    """Result of a command; `error` is the text of an exception that it raised."""
+    """Result of a command: exit code and output; `error` is the traceback of an exception."""
 
     code: int | str | None
     stdout: str
@@ -68,7 +68,7 @@ NOBODY = Ended(None, "", "", "no rank has ended by itself")
 
 
 class Leftovers(NamedTuple):
-    """Resources that a command might leave behind."""
+    """Files, shared memory and threads that exist before or after a command."""
 
     files: frozenset[str]
     shared: frozenset[str]
@@ -82,7 +82,10 @@ class Leftovers(NamedTuple):
 
 
 def make_place(folder: Path, trained: Path | None) -> None:
-    """Create the files and folders that values name; `trained` is a run, available as ``run``."""
+    """Create the files and folders that generated values name.
+
+    `trained` is the folder of an earlier run, which is copied to ``run``.
+    """
     folder.mkdir()
     _SHARED.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
@@ -146,7 +149,7 @@ def _call(case: Case) -> None:
 
 
 class _OnThreads:
-    """Trains with ranks as threads, and reports errors as the command does."""
+    """A training job with its ranks as threads, which reports errors as the command does."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -226,9 +229,9 @@ def ended_command(case: Case, folder: Path, environ: dict[str, str]) -> Ended:
 
 
 def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list[Ended]:
-    """Run a case in `folder` by torchrun; return result and output of each rank.
+    """Run a case in `folder` by torchrun; return exit code and output of each rank.
 
-    The exit code of a rank that torchrun ended because another failed first is None.
+    The exit code of a rank is None if torchrun terminated it because another rank failed first.
     """
     limit_s = 3 * LIMIT_S * patience()
     logs = folder.with_name(f"{folder.name}_logs")
@@ -237,7 +240,7 @@ def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list
         f"--nproc_per_node={case.ranks}",
         f"--log_dir={logs}",
         "--redirects=3",
-        "--monitor-interval=1",  # so that ranks which end together have ended when it looks
+        "--monitor-interval=1",  # seconds, so that ranks that end together are seen together
     ]
     words = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "gpipe_hpc.train"]
     with subprocess.Popen(
@@ -264,9 +267,9 @@ def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list
 
 
 def codes_told(told: str, num_good: int = 0) -> dict[int, int]:
-    """Return the exit codes that torchrun reports; 0 for the `num_good` successful ranks.
+    """Return the exit codes in torchrun's report, by rank; 0 for the `num_good` successful ranks.
 
-    Ranks that torchrun ended by SIGTERM because another failed are omitted.
+    Ranks that torchrun terminated because another rank failed are omitted.
     """
     if num_good:
         return dict.fromkeys(range(num_good), 0)
@@ -280,8 +283,8 @@ def codes_told(told: str, num_good: int = 0) -> dict[int, int]:
 
 
 def end_launcher(launcher: subprocess.Popen[str], grace_s: float = 60.0) -> str:
-    """End a launcher that hangs, with its ranks; return its output."""
-    launcher.terminate()  # it ends its ranks, and kills those that are deaf after 30 s
+    """Terminate a launcher that hangs, and its ranks; return its output."""
+    launcher.terminate()  # it terminates its ranks, and kills those still running after 30 s
     try:
         return launcher.communicate(timeout=grace_s)[1]
     except subprocess.TimeoutExpired:
@@ -299,7 +302,7 @@ def _logged(rank: Path) -> list[str]:
 
 
 def faults(case: Case, found: Ended, folder: Path, before: Leftovers) -> list[str]:
-    """Return a list of errors in how a case ended; empty if there are none."""
+    """Return descriptions of everything wrong with how a case ended; empty if nothing is."""
     return [*_ended_badly(case, found), *_left(case, found, folder, before)]
 
 
@@ -326,16 +329,16 @@ def _ended_badly(case: Case, found: Ended) -> Iterator[str]:
 
 
 def _parts(word: str) -> Iterator[str]:
-    """Yield the forms in which a message may name a setting: as typed, by name, or by value."""
+    """Yield the texts by which a message may name a setting: argument, name or value."""
     name, _, value = word.lstrip("+~").partition("=")
     if name == "model":
-        yield "layers."  # one of the model's, which a message names by its place
+        yield "layers."  # messages name a layer of the model by its index
     yield from (each for each in (word, repr(word), repr(word)[1:-1], name) if each)
     yield from (each for each in (name.rpartition(".")[2], value) if len(each) > 3)
 
 
 def _is_said_reason(code: object, messages: list[str]) -> bool:
-    """Return whether a run trained and failed for a reason that only training shows."""
+    """Return whether a run failed for a valid reason that occurs only in training (code 4)."""
     return code == 4 and any("NonFiniteError: " in message for message in messages)
 
 
@@ -343,7 +346,7 @@ def _left(case: Case, found: Ended, folder: Path, before: Leftovers) -> Iterator
     for _ in range(50):  # threads that are about to end
         after = Leftovers.of(folder)
         threads = {each for each in after.threads - before.threads if each.is_alive()}
-        if not threads or "train.compile=true" in case.words:  # torch keeps its compiling threads
+        if not threads or "train.compile=true" in case.words:  # torch keeps compiler threads
             break
         time.sleep(0.02)
     else:
@@ -358,7 +361,7 @@ def _left(case: Case, found: Ended, folder: Path, before: Leftovers) -> Iterator
 
 
 def _untrained(folder: Path, files: frozenset[str]) -> Iterator[str]:
-    """Yield the missing results of a run that ended successfully."""
+    """Yield a description of each missing result of a run that ended successfully."""
     for name in files:
         path = folder / name
         if path.name != "config.yaml" or not path.is_file():
@@ -375,9 +378,9 @@ def _untrained(folder: Path, files: frozenset[str]) -> Iterator[str]:
 
 
 def tried(case: Case, folder: Path, trained: Path | None) -> tuple[Ended, list[str]]:
-    """Run a case in a new `folder` in this process; return its result and its faults.
+    """Run a case in a new `folder` in this process; return its result and what is wrong with it.
 
-    `trained` is a run that the case finds in ``run``.
+    `trained` is the folder of an earlier run, which the case finds as ``run``.
     """
     make_place(folder, trained)
     before = Leftovers.of(folder)
@@ -392,7 +395,7 @@ def tried(case: Case, folder: Path, trained: Path | None) -> tuple[Ended, list[s
 def tried_command(
     case: Case, folder: Path, trained: Path | None, environ: dict[str, str]
 ) -> tuple[Ended, list[str]]:
-    """Run a case as `tried` does, but as a shell command."""
+    """Run a case as `tried` does, but as a process of a shell."""
     make_place(folder, trained)
     before = Leftovers.of(folder)
     try:
@@ -406,7 +409,7 @@ def tried_command(
 def tried_by_torchrun(
     case: Case, folder: Path, trained: Path | None, environ: dict[str, str]
 ) -> tuple[list[Ended], list[str]]:
-    """Run a case as `tried` does, but on processes of torchrun; return the output of each."""
+    """Run a case as `tried` does, but by torchrun; return the result of each rank."""
     make_place(folder, trained)
     before = Leftovers.of(folder)
     try:
@@ -421,10 +424,11 @@ def tried_by_torchrun(
 
 
 def ranks_ended_badly(case: Case, ended: list[Ended]) -> Iterator[str]:
-    """Yield the faults in how ranks ended.
+    """Yield descriptions of what is wrong with how the ranks ended.
 
-    If a start is refused, each rank that torchrun did not end prints the reason once, and all exit
-    with the same code. Only rank 0 prints it if all ranks find the error before they connect.
+    If a start is refused, each rank that torchrun did not terminate prints the reason once, and all
+    exit with the same code. Only rank 0 prints the reason if all ranks find the error before they
+    connect.
     """
     if len(ended) != case.ranks:
         yield f"{len(ended)} ranks began"
@@ -445,7 +449,7 @@ def ranks_ended_badly(case: Case, ended: list[Ended]) -> Iterator[str]:
 
 
 def train_first(folder: Path) -> Path:
-    """Train a small run in a new `folder`, for cases that read one; return its run folder."""
+    """Train a small run in a new `folder`, for cases that read a run; return the run folder."""
     make_place(folder, None)
     words = ("model=mlp", "model.widths=[6,8,3]", "data=synthetic_vectors", "data.width=6")
     sizes = ("data.num_classes=3", "train.batch_size=4", "pipeline.microbatches=2")

@@ -1,6 +1,6 @@
 """All settings with types, defaults and allowed values, derived from the configuration.
 
-No setting is listed here by name: a new one is included as soon as it is a field.
+No setting is listed here by name, so each new field is included.
 """
 
 import types
@@ -21,13 +21,13 @@ _GROUPS = ("model", "data", "optimizer", "outer")
 
 @cache
 def of_run() -> list[Setting]:
-    """Return the settings of every run, independent of the chosen presets."""
+    """Return the settings of every run, which do not depend on the chosen presets."""
     return [each for each in settings_of(Config) if each.name.partition(".")[0] not in _GROUPS]
 
 
 @cache
 def of_choice(group: str, name: str) -> list[Setting]:
-    """Return the settings of a run with a preset of a group."""
+    """Return the settings that a run has because it uses a preset of a group."""
     if group == "outer":
         return list(settings_of(Outer, "outer."))
     if group == "optimizer":
@@ -45,18 +45,18 @@ def of_choice(group: str, name: str) -> list[Setting]:
 
 
 def names_of(group: str) -> list[str]:
-    """Return the names of a group's presets."""
+    """Return the names of the presets of a group."""
     return list(presets(group))
 
 
 def groups() -> list[str]:
-    """Return the names that contain several settings, such as ``train``."""
+    """Return the prefixes shared by several settings, such as ``train``."""
     every = {each.name for each in of_run()}
     return sorted({name.rpartition(".")[0] for name in every} - {""} | set(_GROUPS))
 
 
 def fitting(setting: Setting) -> st.SearchStrategy[Any]:
-    """Draw a small valid value of a setting, near the least allowed."""
+    """Draw a small valid value of a setting, near its lower limit."""
     if setting.name == "pipeline.schedule":
         return st.sampled_from(schedule_names())
     if setting.choices is not None and setting.kind is str:
@@ -80,7 +80,7 @@ def _of_kind(kind: Any, setting: Setting) -> st.SearchStrategy[Any]:
         few = (least, min(most, least + 0.1), min(most, least + 1), setting.default)
         return st.sampled_from([each for each in few if isinstance(each, int | float)])
     if kind is str:
-        return st.just(setting.default)  # what else would do, only a choice or its own type tells
+        return st.just(setting.default)  # the type alone does not show other valid strings
     if origin in (list, tuple) or str(kind).startswith("collections.abc.Sequence"):
         one = _of_kind(inner[0], setting) if inner else st.integers(1, 4)
         return st.lists(one, max_size=3)
@@ -91,7 +91,7 @@ def _of_kind(kind: Any, setting: Setting) -> st.SearchStrategy[Any]:
 
 
 def extreme(setting: Setting) -> st.SearchStrategy[Any]:
-    """Draw a value that only the type of a setting allows."""
+    """Draw a value that has the type of a setting but may be out of its range."""
     return _extreme(setting.kind)
 
 

@@ -1,4 +1,4 @@
-"""How generated cases under torchrun are read: by the codes of their ranks, and to their end."""
+"""Tests of `running`: exit codes of ranks under torchrun, and the end of a launcher that hangs."""
 
 import subprocess
 import sys
@@ -11,9 +11,9 @@ from tests.generated.running import Ended, codes_told, end_launcher, ranks_ended
 
 
 def told_of(codes, asked=()):
-    """Return what torchrun prints, in torch's own words, of ranks that failed.
+    """Return torchrun's report of failed ranks, created with torch's own classes.
 
-    `asked`: those that it has asked to end.
+    `asked` are the ranks that torchrun sent a signal before.
     """
     failures = {
         rank: ProcessFailure(local_rank=rank, pid=99 + rank, exitcode=code, error_file="<N/A>")
@@ -28,7 +28,7 @@ def told_of(codes, asked=()):
 
 @pytest.mark.parametrize("codes", [{0: 2}, {0: 2, 1: 2}, {1: 4, 0: 1, 2: -9}])
 def test_codes_are_those_that_torchrun_tells_of(codes):
-    """They were guessed from what ranks said, so a wrong code was never seen."""
+    """Regression: codes were guessed from the ranks' output, so wrong codes went unnoticed."""
     assert codes_told(told_of(codes)) == codes
     ended_by_torchrun = {7: -15, 8: 143}
     assert codes_told(told_of(codes | ended_by_torchrun, asked=ended_by_torchrun)) == codes
@@ -36,7 +36,7 @@ def test_codes_are_those_that_torchrun_tells_of(codes):
 
 
 def test_ranks_that_nobody_asked_to_end_have_codes_of_their_own():
-    """One that ended by SIGTERM by itself, or before torchrun asked another, went unseen."""
+    """Regression: a rank that ended by SIGTERM before torchrun sent one was ignored."""
     by_itself = {0: 2, 1: -15, 2: 143}
     assert codes_told(told_of(by_itself)) == by_itself
     assert codes_told(told_of(by_itself, asked=[2])) == {0: 2, 1: -15}
@@ -47,15 +47,15 @@ DEAF = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG
 
 
 def test_a_launcher_that_hangs_is_ended_with_its_ranks():
-    """Its end was waited for without looking whether it came: an error took the finding's place."""
+    """Regression: if the launcher ignored SIGTERM, a timeout error replaced the result."""
     rank = f"{DEAF}print('begun', flush=True); signal.pause()"
-    # It stays when its rank is gone: else it might end by itself ahead of the signal.
+    # The launcher continues when its rank has ended, so that it cannot exit before the signal.
     code = f"{DEAF}subprocess.run([sys.executable, '-c', {rank!r}]); signal.pause()"
     launcher = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert launcher.stdout is not None and launcher.stdout.readline() == "begun\n"
-    # Its streams end once its rank, which has them too, is gone.
+    # The output ends only when the rank, which inherited the pipes, has ended too.
     assert end_launcher(launcher, grace_s=0.2) == "" and launcher.returncode == -9
 
 

@@ -1,4 +1,4 @@
-"""Whatever is typed, a command does what it is asked or says in one line why not; see `cases`."""
+"""Any generated command either runs or prints one line that says why not; see `cases`."""
 
 import os
 
@@ -15,7 +15,7 @@ _ONE_BY_TORCHRUN, _MANY_BY_TORCHRUN = range(3000, 3001), range(3001, 3060)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the folder of a run, for cases that read one."""
+    """Return the folder of a run, for cases that read a run."""
     return train_first(tmp_path_factory.mktemp("trained") / "place")
 
 
@@ -30,13 +30,13 @@ def _all_faults(numbers, trained, tmp_path):
 
 
 def _sampled(few, many):
-    """Return the numbers of cases: few are tried with the slow tests, many as a product."""
+    """Return case numbers as parameters: `few` are marked slow, `many` are marked product."""
     slow = [pytest.param(each, marks=pytest.mark.slow) for each in few]
     return slow + [pytest.param(each, marks=pytest.mark.product) for each in many]
 
 
 def test_generated_settings_train_or_are_refused_in_one_line(trained, tmp_path):
-    """Numbers for presets, sizes of 20 digits and paths of 300 letters ended in tracebacks."""
+    """Regression: numbers as presets, sizes of 20 digits and long paths gave tracebacks."""
     assert not _all_faults(_FEW, trained, tmp_path)
 
 
@@ -56,7 +56,7 @@ def test_generated_settings_that_a_shell_types(number, trained, tmp_path, reposi
 
 @pytest.mark.parametrize("number", _sampled(_ONE_BY_TORCHRUN, _MANY_BY_TORCHRUN))
 def test_generated_settings_that_torchrun_starts(number, trained, tmp_path, repository):
-    """What one rank refuses by itself is said on all of them, once, and none hangs."""
+    """An error found by one rank is printed once per rank, and no rank hangs."""
     case = drawn(number, BY_TORCHRUN)
     environ = os.environ | {"PYTHONPATH": str(repository)}
     found, wrong = tried_by_torchrun(case, tmp_path / "place", trained, environ)

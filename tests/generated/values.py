@@ -1,4 +1,4 @@
-"""Valid and invalid values of settings, and their form on a command line."""
+"""Valid and invalid values of settings, and how they are typed on a command line."""
 
 import re
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+-]+")
 
 
 class Raw(NamedTuple):
-    """Characters that are typed literally, without quotes."""
+    """Text that is typed as it is, without quotes."""
 
     text: str
 
 
 def typed(value: Any) -> str:
-    """Return a value in Hydra's syntax."""
+    """Format a value in Hydra's syntax."""
     if isinstance(value, Raw):
         return value.text
     if value is None:

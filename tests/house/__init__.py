@@ -1,1 +1,4 @@
-"""The rooms of the package: where the rebuild stands, and the rules for finished rooms."""
+"""Rules for the structure of the package, and scripts that measure it.
+
+A *room* is a package of `gpipe_hpc` together with the top-level modules that belong to it.
+"""

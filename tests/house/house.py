@@ -1,6 +1,6 @@
-"""Print the package's size, imports and call counts next to the aims of design.md, section 3.
+"""Print size, imports and call counts of gpipe_hpc next to their targets.
 
-python -m tests.house.house    from the root, in the environment; takes minutes on a busy machine
+python -m tests.house.house    from the repository root; takes minutes on a busy machine
 """
 
 import ast
@@ -15,7 +15,8 @@ from tests.house.rooms import ROOT, room, sources
 from tests.house.rules import files_with_ctypes, names_used_twice, small_files
 from tests.test_fitness import torchs_private_names
 
-# The fourth step (checks end with the third) of one plain stage: calls a micro-batch, and files.
+# Prints the Python calls per micro-batch and the files used in the fourth step of a plain stage;
+# the first three steps contain additional checks.
 CALLS = """
 import sys
 from collections import Counter
@@ -54,7 +55,7 @@ print((more[0] - few[0]) / 4, more[1])
 
 
 def cpu_s(code: str) -> float:
-    """Return the CPU time of a new Python that runs this code, the least of three."""
+    """Return the CPU time in seconds of a new Python that runs `code`, the least of three runs."""
 
     def once() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,8 +1,8 @@
-"""Imports between the rooms of the package that run upwards in the order of design.md, section 3.
+"""Imports from a room of a later room in `ORDER`, which are called upward imports.
 
-    python -m tests.house.rooms [ROOM]    with a room: each import, file by file
+    python -m tests.house.rooms [ROOM]    with ROOM: each import, file by file
 
-A file whose path begins with a room's own name is in that room. ROOMS names the room of the others.
+A room is a package of `gpipe_hpc`. `ROOMS` assigns files outside of these packages to a room.
 """
 
 import ast
@@ -14,13 +14,13 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = "gpipe_hpc"
-# A room may import the rooms before it.
+# A room may import only rooms that precede it.
 ORDER: Final = (
     *("errors", "schedule", "settings", "visualize", "pytree", "device", "comm", "models"),
     *("data_parallel", "engine", "planner", "config", "checkpoint", "pipeline", "data", "optim"),
     *("preflight", "report", "trainer", "verify", "commands"),
 )
-# Files, and folders with a slash at the end; the first that fits decides.
+# Rooms of files and of folders (ending with a slash); the first match counts.
 ROOMS: Final = {
     "units.py": "errors",
     "setting_names.py": "errors",
@@ -42,7 +42,7 @@ ROOMS: Final = {
 
 
 def sources() -> dict[str, str]:
-    """Return the text of each file of the package by its path from the root."""
+    """Return the text of each file of the package, by path relative to the repository root."""
     paths = sorted((ROOT / PACKAGE).rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
 
@@ -67,7 +67,7 @@ def module_name(path: str) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """Yield line, module and name (empty for a whole module) of each import in the file."""
+    """Yield line, module and name (empty for ``import module``) of each import in a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
@@ -76,7 +76,10 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def edges(files: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
-    """Yield importer, imported file and line; a name that is a module counts as that module."""
+    """Yield (importing file, imported file, line) of each import within the package.
+
+    If an imported name is a module, the imported file is that module's.
+    """
     paths = {module_name(path): path for path in files}
     for path, text in files.items():
         for line, module, name in imports(ast.parse(text)):
@@ -86,7 +89,10 @@ def edges(files: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
 
 
 def upward_imports(files: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Return importer and imported file of each; the package's own face is for its users."""
+    """Return all upward imports as (importing file, imported file) pairs.
+
+    Imports by or of ``gpipe_hpc/__init__.py``, the interface for users, are exempt.
+    """
     face = f"{PACKAGE}/__init__.py"
     return {
         (importer, imported)

@@ -1,4 +1,4 @@
-"""The rules of design.md, section 3, for finished rooms. Each returns what breaks it, in words."""
+"""Structural rules for finished rooms; each function returns descriptions of the violations."""
 
 import ast
 import sys
@@ -12,7 +12,7 @@ from tests.house.rooms import PACKAGE, edges, imports, is_upward, module_name, r
 MOST_NAMES: Final = 25
 VERSION: Final = f"{PACKAGE}.__version__"
 SMALL: Final = 60  # lines
-# A schedule, a model or a callback is what a reader looks for, however short it is.
+# Folders in which small files are allowed: one schedule, model or callback per file.
 LEAVES: Final = ("families", "zoo", "callbacks")
 # Files outside device/ that may import ctypes, each with its reason.
 CTYPES: Final[dict[str, str]] = {}
@@ -21,7 +21,7 @@ Files = Mapping[str, str]
 
 
 def broken(files: Files, finished: Collection[str]) -> list[str]:
-    """Return what the finished rooms, and the imports of them, break."""
+    """Return all violations of the rules in finished rooms and in imports of finished rooms."""
     inside = {path: text for path, text in files.items() if room(path) in finished}
     return [
         *imports_past_the_face(files, inside),
@@ -36,7 +36,7 @@ def broken(files: Files, finished: Collection[str]) -> list[str]:
 
 
 def folder_of(path: str) -> str:
-    """Return the package that a file belongs to, or the file itself if it stands by itself."""
+    """Return the path of the package that contains a file, or of a top-level module itself."""
     return "/".join(path.split("/")[:2])
 
 
@@ -55,7 +55,7 @@ def large_faces(inside: Files) -> Iterator[str]:
 
 
 def names_of(face: str) -> set[str]:
-    """Return the names in `__all__`, or, without one, all that a face imports."""
+    """Return the names in `__all__` of an ``__init__.py``, or all imported names if it has none."""
     tree = ast.parse(face)
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -64,7 +64,7 @@ def names_of(face: str) -> set[str]:
 
 
 def upward_imports(files: Files, inside: Files) -> Iterator[str]:
-    """Yield imports of finished rooms by rooms below them; their own of other rooms are exempt."""
+    """Yield imports of finished rooms by earlier rooms; imports by finished rooms are exempt."""
     own_face = f"{PACKAGE}/__init__.py"
     for importer, imported, line in edges(files):
         is_checked = imported in inside and own_face not in (importer, imported)
@@ -73,7 +73,7 @@ def upward_imports(files: Files, inside: Files) -> Iterator[str]:
 
 
 def unusual_imports(files: Files) -> list[str]:
-    """Return imports that are relative, and those of what the package shows to its users."""
+    """Return relative imports, and imports from the package's interface for users."""
     modules = set(map(module_name, files))
     found = []
     for path, text in files.items():
@@ -87,7 +87,7 @@ def unusual_imports(files: Files) -> list[str]:
 
 
 def cycles(inside: Files) -> Iterator[str]:
-    """Yield each group of files that import each other, those under TYPE_CHECKING included."""
+    """Yield each group of files that import each other, including under TYPE_CHECKING."""
     after: defaultdict[str, set[str]] = defaultdict(set)
     for importer, imported, _ in edges(inside):
         after[importer].add(imported)
@@ -133,7 +133,7 @@ def small_files(files: Files, inside: Files) -> Iterator[str]:
 
 
 def importers(files: Files) -> dict[str, set[str]]:
-    """Return who imports each file, faces left out."""
+    """Return the files that import each file, except ``__init__.py`` files."""
     users: defaultdict[str, set[str]] = defaultdict(set)
     for importer, imported, _ in edges(files):
         if not importer.endswith("/__init__.py"):
@@ -155,7 +155,7 @@ def files_with_ctypes(files: Files) -> Iterator[str]:
 
 
 def patches(inside: Files) -> Iterator[str]:
-    """Yield assignments to what another package defines; the standard library has hooks."""
+    """Yield assignments to attributes of other packages; the standard library is exempt."""
     for path, text in inside.items():
         tree = ast.parse(text)
         foreign = foreign_names(tree)
@@ -174,7 +174,7 @@ def patches(inside: Files) -> Iterator[str]:
 
 
 def foreign_names(tree: ast.Module) -> dict[str, str]:
-    """Return what the names that a file imports at its top stand for, by name."""
+    """Map each name imported from another package at the top of a file to its module."""
     found: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What tests of schedules share: every schedule by name, with options of its own."""
+"""Fixtures for tests of schedules: every schedule by name, with some options."""
 
 import pytest
 
@@ -36,11 +36,11 @@ def label(variant):
 
 @pytest.fixture(params=VARIANTS, ids=label)
 def variant(request):
-    """One schedule at a time, as (name, options); a test that uses it runs for all of them."""
+    """Return a schedule as (name, options); tests with this fixture run for all schedules."""
     return request.param
 
 
 @pytest.fixture
 def variants():
-    """All schedules, as a list of (name, options)."""
+    """Return all schedules as a list of (name, options)."""
     return list(VARIANTS)

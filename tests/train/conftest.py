@@ -1,4 +1,4 @@
-"""What tests of the command that trains share."""
+"""Fixtures for tests of the train command."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def mine() -> dict[str, str]:
-    """Return the environment in which the user's model of mine.py is found."""
+    """Return environment variables with which the user model in mine.py can be imported."""
     return {"PYTHONPATH": str(Path(__file__).parent)}

@@ -1,4 +1,4 @@
-"""A user's own model: the layer of one stage goes wrong in a chosen way at its n-th call."""
+"""A user's model: the layer of one stage fails in a chosen way at its n-th call."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec
 
-# The command line that trains it.
+# Arguments that train this model.
 MINE = (
     "model=mlp",
     "model._target_=mine.build",
@@ -40,7 +40,7 @@ class Fault(torch.autograd.Function):
 
 
 def fork_and_die(seconds):
-    """Leave a process behind that lives on."""
+    """Fork a process that survives, and kill this one."""
     child = os.fork()
     if child == 0:
         time.sleep(seconds)
@@ -70,9 +70,9 @@ class Layer(nn.Module):
             case "sleep":
                 time.sleep(self.seconds)
             case "lock":
-                ctypes.PyDLL(None).sleep(int(self.seconds))  # keeps the interpreter's lock
+                ctypes.PyDLL(None).sleep(int(self.seconds))  # does not release the GIL
             case "regex":
-                re.fullmatch("(a+)+b", "a" * 100)  # so it does, for longer than the world stands
+                re.fullmatch("(a+)+b", "a" * 100)  # does not release the GIL and never ends
             case "orphan":
                 fork_and_die(self.seconds)
         return y

@@ -1,4 +1,4 @@
-"""A comparison of a small layout, in this process."""
+"""Fixture that runs the verify command on a small model in this process."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ VECTORS = [
 
 @pytest.fixture
 def compared(monkeypatch):
-    """Return `compared(*overrides)`: the report on tests/verify/users_layers.py in a layout."""
+    """Return a function from settings to the report of verify on tests/verify/users_layers.py."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     def run(*overrides):

@@ -1,4 +1,4 @@
-"""A model of a user's own, by `model._target_`: layers that change state in their forward."""
+"""A user's model for `model._target_`: layers with state that their forward changes."""
 
 import random
 
@@ -11,7 +11,7 @@ from gpipe_hpc import LayerSpec
 
 
 class Averaged(nn.Module):
-    """Subtract a moving average of the inputs, kept in a buffer."""
+    """Subtract a moving average of the inputs, which is a buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Averaged(nn.Module):
 
 
 class Counting(nn.Module):
-    """Scale by the number of calls, kept where nobody can see it."""
+    """Scale by the number of calls, a plain attribute that checkpoints do not contain."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Counting(nn.Module):
 
 
 class InnerNorm(nn.Module):
-    """BatchNorm under the layer's own activation checkpointing."""
+    """BatchNorm within the layer's own activation checkpointing."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Dropped(nn.Module):
 
 
 class Remembering(nn.Module):
-    """Keep a number outside of parameters and buffers, as extra state."""
+    """Layer whose extra state is a number."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Remembering(nn.Module):
 
 
 class Plain(nn.Module):
-    """Nothing special."""
+    """A linear layer with ReLU and no state."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Plain(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Draw from Python's and NumPy's generators, and from one of its own."""
+    """Draw from Python's and NumPy's generators and from a generator in an attribute."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Drawing(nn.Module):
 
 
 class Masking(nn.Module):
-    """Pass a mask on that needs no gradient; scale by whether what comes needs one."""
+    """Pass on a mask without gradient; scale by whether the received mask requires grad."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Masking(nn.Module):
 
 
 class Scratch(nn.Module):
-    """Return the same memory every time, written anew."""
+    """Return the same memory in each forward without gradient, overwritten in place."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -134,14 +134,14 @@ class Scratch(nn.Module):
 
 
 class First(nn.Module):
-    """Take the first of several."""
+    """Return the first element of a tuple."""
 
     def forward(self, given: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
         return given[0] if isinstance(given, tuple) else given
 
 
 def spectral(width: int) -> nn.Module:
-    """Return a linear layer whose forward moves the vectors of its power iteration."""
+    """Return a linear layer with spectral norm, whose forward updates buffers."""
     return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
 
 
@@ -160,7 +160,7 @@ KINDS = {
 
 
 def build(kind: str = "plain", width: int = 16, depth: int = 4) -> list[LayerSpec]:
-    """Return `depth` layers of a kind between two linear ones."""
+    """Return `depth` layers of a kind between two linear layers."""
     inner = [LayerSpec(KINDS[kind], width) for _ in range(depth)]
     ends = [LayerSpec(First), LayerSpec(nn.Linear, width, 4)]
     return [LayerSpec(nn.Linear, 16, width), *inner, *ends]

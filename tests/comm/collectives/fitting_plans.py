@@ -1,13 +1,13 @@
-"""The rules of plans: they fit together, end, and overwrite nothing that is still needed.
+"""Checks of communication plans: messages match, all ranks finish, and no data is overwritten.
 
-And what a rank sends in its plan, counted.
+Also functions that count the elements and messages of a plan.
 """
 
 from collections import defaultdict
 
 
 def messages(plans, kinds):
-    """Return, by (from, to), the (step, span) of each message that plans name, in their order."""
+    """Return the (step, span) of each message in order, by (source, destination)."""
     found = defaultdict(list)
     for rank, plan in enumerate(plans):
         for number, step in enumerate(plan):
@@ -19,7 +19,11 @@ def messages(plans, kinds):
 
 
 def assert_they_end(plans):
-    """Begin a step once its own rank is done with the one before; end it once all peers began."""
+    """Assert that the plans do not deadlock.
+
+    A rank starts a step after its previous step; a step ends once all its peers have started
+    theirs.
+    """
     sent, received = messages(plans, ("sends",)), messages(plans, ("adds", "takes"))
     partners = defaultdict(list)  # (rank, step) -> (other rank, its step)
     for (source, destination), out in sent.items():
@@ -43,7 +47,7 @@ def overlap(one, other):
 
 
 def assert_they_fit(plans, name):
-    """What one sends another expects, nobody waits in a ring, and no step overwrites its own."""
+    """Assert that sends match receives, ranks do not deadlock, and steps overwrite no own data."""
     sent, received = messages(plans, ("sends",)), messages(plans, ("adds", "takes"))
     assert sent.keys() == received.keys(), name
     for ends, out in sent.items():
@@ -59,10 +63,10 @@ def assert_they_fit(plans, name):
 
 
 def num_sent(plan):
-    """Return the number of elements that a rank sends in its plan."""
+    """Return the number of elements that a rank sends."""
     return sum(move.span.length for step in plan for move in step.sends)
 
 
 def num_messages(plan):
-    """Return the number of messages that a rank sends in its plan."""
+    """Return the number of messages that a rank sends."""
     return sum(len(step.sends) for step in plan)

@@ -1,4 +1,4 @@
-"""Our collectives by name, those of MPI's group among them, as what starts them over a group."""
+"""All collectives by name, MPI's included, as functions that start them on a group."""
 
 from functools import partial
 
@@ -19,12 +19,12 @@ from gpipe_hpc.comm.collectives.tree import binomial_broadcast, scatter_ring_bro
 
 
 def hosts_of(size):
-    """Return hosts of three ranks and one of what is left."""
+    """Return the host index of each rank, with three ranks per host."""
     return [position // 3 for position in range(size)]
 
 
 def by_plan(planner, group, tensor, *args):
-    """Start the plan that a planner makes for this rank."""
+    """Start the communication plan that a planner returns for this rank."""
     steps = planner(PlanPosition(group.size, group.position), *args)
     return group.start_plan(steps, tensor, planner.__name__)
 

@@ -1,4 +1,4 @@
-"""Wide groups among threads, which know with whom they have connected."""
+"""Sparse (wide) groups between ranks on threads, which record their connections."""
 
 from gpipe_hpc.comm.collectives.sparse_group import SparseGroup
 from gpipe_hpc.comm.watchdog.wait_listener import ignore_wait
@@ -6,7 +6,7 @@ from gpipe_hpc.comm.world.threads import ThreadWorld
 
 
 class Heard:
-    """A wide group over the mail of threads, and with whom it has connected."""
+    """A wide group over a thread group, and the positions of its connected peers."""
 
     def __init__(self, narrow):
         self.narrow, self.peers = narrow, set()
@@ -25,14 +25,14 @@ class Heard:
 
 
 class WideWorld(ThreadWorld):
-    """A thread's view of a hub in which every group of more than two is wide."""
+    """A thread world in which every group of more than two ranks is wide."""
 
     def __init__(self, world):
         self.heard = []
         super().__init__(world.hub, world.rank)
 
     def group(self, members):
-        """Return the wide group of `members` that holds this rank."""
+        """Return the wide group that contains this rank, or a plain group of at most two ranks."""
         narrow = super().group(members)
         if narrow.size < 3:
             return narrow

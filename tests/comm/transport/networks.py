@@ -1,7 +1,7 @@
-"""Networks in memory that keep the rules of real ones, and a device that does things late.
+"""In-memory networks with the semantics of real ones, and a device that delays copies.
 
-On all of them a send is a rendezvous: it is done once its receive is posted. Sends and receives of
-a lane match in the order in which they are started, and must have the same size.
+A send completes once its receive is posted. Sends and receives of a lane match in the order in
+which they are started, and must have the same size.
 """
 
 import threading
@@ -20,12 +20,12 @@ LIMIT_S = 20.0
 
 
 class Network:
-    """All lanes between some ranks; `started` lists the lane and the bytes of each send."""
+    """All lanes between some ranks; `started` contains lane and number of bytes of each send."""
 
     def __init__(self, limit_s=LIMIT_S):
         self.changed = threading.Condition()
         self.limit_s = limit_s
-        self.waiting = defaultdict(lambda: (deque(), deque()))  # sends, receives that do not match
+        self.waiting = defaultdict(lambda: (deque(), deque()))  # unmatched sends, receives
         self.started = []
 
     def lane(self, *key):
@@ -48,7 +48,7 @@ class Network:
         return work
 
     def assert_quiet(self):
-        """Everything that was sent has been received."""
+        """Assert that everything sent has been received."""
         left = {key: (len(out), len(into)) for key, (out, into) in self.waiting.items()}
         assert not any(map(any, left.values())), f"left over, sends and receives: {left}"
 
@@ -83,10 +83,11 @@ def as_bytes(tensor):
 
 
 class LateDevice(HostDevice):
-    """Pretends that tensors lie in its memory, except some dtypes; copies as late as it may.
+    """A simulated accelerator that delays copies as long as possible.
 
-    What is put on a stream beside the current one is done when somebody waits for it, on the host
-    or on the current stream: who does not wait finds old values.
+    All tensors count as device tensors, except those with a dtype in `of_the_host`. Work on a
+    stream other than the current one runs when the host or the current stream waits for it, so that
+    code without this wait reads old values.
     """
 
     is_accelerator = True
@@ -154,7 +155,7 @@ class LateEvent:
 
 
 class Now:
-    """The current stream, which does everything at once."""
+    """The current stream, which runs all work immediately."""
 
     def put(self, job):
         job()
@@ -167,10 +168,10 @@ NOW = Now()
 
 
 class NetworkWorld(ThreadWorld):
-    """A thread's world whose boundaries go as between processes.
+    """A thread world whose boundaries use the transport of processes over a `Network`.
 
-    `device`: where tensors are said to be. `has_backend`: whether it has one of its own, which is
-    one queue from rank to rank.
+    `device` is the device of boundary tensors. `has_backend` adds a channel of the device's own
+    backend, which is one queue per pair of ranks.
     """
 
     def __init__(self, world, network, device=None, *, has_backend=False):

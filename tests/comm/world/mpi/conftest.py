@@ -1,4 +1,4 @@
-"""Ranks under mpiexec."""
+"""Fixture for tests of ranks started by mpiexec."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.conftest import Mpiexec
 
 @pytest.fixture(scope="session")
 def parts_done(mpiexec: Mpiexec, repository: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that has ranks do parts of `program.py`; it returns what each has left."""
+    """Return a function that runs parts of `program.py` under mpiexec; it returns their results."""
 
     def do(size: int, folder: Path, *parts: str) -> list[dict[str, Any]]:
         program = repository / "tests" / "comm" / "world" / "mpi" / "program.py"

@@ -1,4 +1,4 @@
-"""A script whose rank 2 fails in its fourth step, as its argument says."""
+"""A script whose rank 2 fails in its fourth step, in the way that its argument names."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What ranks of an mpiexec do: `program.py FOLDER PART ...`; the tests look at what they leave."""
+"""Program for ranks of mpiexec: `program.py FOLDER PART ...`; each rank saves its results."""
 
 import os
 import sys
@@ -21,17 +21,17 @@ KINDS = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.int64, torch.int8, torch.uint8, torch.bool),
 )
-SIZES = (1, 7, 20_003)  # the last is long enough for the other algorithm
+SIZES = (1, 7, 20_003)  # long tensors use another algorithm
 
 
 def drawn(rank: int, size: int, kind: torch.dtype) -> Tensor:
-    """Return what a rank brings."""
+    """Return the random input of a rank."""
     numbers = 3 * torch.randn(size, generator=torch.Generator().manual_seed(rank))
     return numbers > 0 if kind is torch.bool else numbers.to(kind)
 
 
 def sums(world: Any, folder: Path) -> dict[str, Tensor]:
-    """Sum and broadcast numbers of each kind, also in many parts."""
+    """All-reduce and broadcast tensors of each dtype, also split into many messages."""
     group = world.group([range(world.size)])
     found = {}
     for kind in KINDS:
@@ -45,7 +45,7 @@ def sums(world: Any, folder: Path) -> dict[str, Tensor]:
     group.all_reduce(own)
     mpi_library.MOST_BYTES = whole
     found["apart"] = apart = drawn(world.rank, 9, torch.float32).t()
-    grid = drawn(world.rank, 9, torch.float32).view(3, 3).t()  # not in order in memory
+    grid = drawn(world.rank, 9, torch.float32).view(3, 3).t()  # not contiguous
     group.all_reduce(grid)
     found["turned"], apart[:] = grid, grid.reshape(-1)
     for name, start in ALL_REDUCES.items():
@@ -57,7 +57,7 @@ def sums(world: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def calls(world: Any, folder: Path) -> dict[str, Any]:
-    """Make each call of torch.distributed, as users and libraries make them."""
+    """Call all collectives of torch.distributed, and DistributedDataParallel."""
     group = world.group([range(world.size)]).torch_group
     rank, size = world.rank, world.size
     own = torch.arange(4.0) + rank
@@ -109,19 +109,19 @@ def calls(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def trainings(world: Any, folder: Path) -> dict[str, Any]:
-    """Train what the played devices train, on the CPU and over MPI."""
+    """Train the scenarios of the simulated devices (tests/simulated) on the CPU over MPI."""
     chosen = [each for each in ALL if each.ranks == world.size and each.way is None]
     return {str(scenario): train(scenario, world) for scenario in chosen}
 
 
 def make(world: Any, **options: Any) -> Pipeline:
-    """Return a pipeline for checkpoints."""
+    """Return the pipeline for checkpoints."""
     layers = [LayerSpec(nn.Linear, 4, 4, dtype=torch.float64) for _ in range(8)]
     return Pipeline(layers, mean_square, world=world, microbatches=4, seed=3, **options)
 
 
 def checkpoints(world: Any, folder: Path) -> dict[str, Any]:
-    """Save after two steps, go on for two; load that into another lay-out, and go on there."""
+    """Save after two steps and train two more; load into another layout and train the same two."""
     pipe = make(world, stages=2, replicas=world.size // 2)
     data = batches(4)
     train_rank(pipe, data[:2], 0.1)
@@ -134,7 +134,7 @@ def checkpoints(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def sockets() -> dict[str, int]:
-    """Count this process's sockets of TCP that listen, and those that are connected."""
+    """Return the numbers of listening and of connected TCP sockets of this process."""
     own = set()
     for entry in Path("/proc/self/fd").iterdir():
         target = os.readlink(entry) if entry.is_symlink() else ""
@@ -155,7 +155,7 @@ PARTS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 def main() -> None:
-    """Do the parts that are asked for."""
+    """Run the parts given on the command line."""
     folder, *parts = sys.argv[1:]
     world = start_world(backend="mpi", shares_memory=False, timeout_s=90)
     before = sockets()
