@@ -25,7 +25,7 @@ help:
 	@echo "make course-check  run all exercises, one line for each (five minutes)"
 	@echo "make bench      compare speed with torch's pipelining and with stored results (five minutes)"
 	@echo "make test       the fast tests (five minutes on two cores)"
-	@echo "make test-slow  tests that kill ranks, start many processes or build the wheel (eight minutes)"
+	@echo "make test-slow  tests that kill ranks, start many processes or build the wheel (seven minutes)"
 	@echo "make test-product    all combinations, of which make test runs a sample (an hour)"
 	@echo "make test-simulated  training on the simulated accelerator (twenty minutes)"
 	@echo "make test-long  soak, scale, sweeps, studies and benchmarks (twenty minutes)"

@@ -1,7 +1,7 @@
 """Which tests run when, beyond the markers that stand at the tests themselves.
 
     make test            the fast tests: five minutes on two cores
-    make test-slow       starts of several processes, kills, the wheel: five minutes
+    make test-slow       starts of several processes, kills, the wheel: seven minutes
     make test-product    the combinations of settings of which the fast tests are a sample
     make test-simulated  training on the simulated accelerator (tests/simulated)
     make test-long       soak, scale, sweeps, searches, the tutorial, studies and benchmarks
@@ -32,6 +32,7 @@ LONG: Final = (
     "tests/comm/world/mpi/test_mpiexec.py",
     "tests/comm/world/mpi/test_training.py",
     "tests/experiments/test_characterisation.py",
+    "tests/experiments/test_course_runs.py",
     "tests/experiments/test_gpu.py",
     "tests/experiments/test_network_faults.py",
     "tests/experiments/test_papers.py",
@@ -76,7 +77,6 @@ SLOW: Final = (
     "tests/engine/test_process_watch.py",
     "tests/experiments/test_large_images.py",
     "tests/experiments/test_literature.py",
-    "tests/experiments/test_course_runs.py",
     "tests/plan/test_plan.py",
     "tests/preflight/test_command.py",
     "tests/preflight/test_run.py",

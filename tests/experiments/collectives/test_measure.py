@@ -48,7 +48,7 @@ def test_tables_have_a_row_for_each_timing_and_advice_recommends_a_bucket_size()
     assert "outer.bucket_bytes=3800000" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_algorithm_is_timed_and_what_was_found_survives_json(processes, tmp_path):
     def body(rank):
         world = start_world(device="cpu", timeout_s=60)
@@ -71,7 +71,7 @@ def test_every_algorithm_is_timed_and_what_was_found_survives_json(processes, tm
     assert min(found.fit.link) >= 0 and found.fit.link.start_s > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_prints_and_keeps_its_tables(tmp_path, capsys):
     words = ["measure", "--collectives=broadcast", "--ranks=2", "--bytes=64,4096", "--repeats=2"]
     assert main([*words, f"--out={tmp_path}/kept"]) == 0

@@ -19,7 +19,7 @@ from gpipe_hpc.comm.world.start import start_world
 SIZES = [1, 100, 1000, 300_000]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_path_brings_each_message_in_order(processes, tmp_path):
     def body(rank):
         world = start_world(device="cpu", timeout_s=60)
