@@ -373,12 +373,12 @@ class RandomState:
                 process.restore()
 
     def backward(self, *, lets_go: bool) -> AbstractContextManager[object]:
-        """Return a block for a backward in which no other rank of this process draws.
+        """Return a context manager for a backward, in which other rank threads draw no numbers.
 
         `torch.utils.checkpoint` within a layer seeds the process's generators in a backward and
         runs the layer's forward again. On a device it does so on a thread of torch's own, which
-        could not release the lock, so the lock is not taken there. `lets_go`: whether `let_go` may
-        be called within the block.
+        could not release the lock, so the lock is not taken there. `lets_go`: whether `let_go`,
+        which releases the lock for a while, may be called within it.
         """
         if len(self.generators) > 1:
             return _NOTHING

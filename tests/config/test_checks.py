@@ -157,3 +157,13 @@ def test_sizes_of_a_model_of_ours_are_those_of_the_data(words, message):
 def test_one_output_may_say_yes_or_no(words):
     words = [*words, "model.num_classes=1"]
     assert check_config(compose_config(words), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "nearest", "longer"), [(10, 4, 5, 12), (7, 2, 1, 8), (7, 5, 7, 10)]
+)
+def test_local_sgd_ends_with_an_outer_step(steps, every, nearest, longer):
+    settings = ["outer=local_sgd", f"outer.every={every}", "pipeline.replicas=2"]
+    with pytest.raises(ConfigError, match=f"set outer.every={nearest} or train.steps={longer}"):
+        check_config(compose_config([*settings, f"train.steps={steps}"]), 2)
+    check_config(compose_config([*settings, f"train.steps={longer}"]), 2)

@@ -25,6 +25,18 @@ def test_help_shows_the_settings_of_a_command_with_their_meanings(name):
     assert "example: " in text and ("model=NAME, one of alexnet" in text) is ("model" in sections)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_begins_with_a_description_and_an_example(name):
+    command = COMMANDS[name]
+    assert f"gpipe_hpc.{name}" in command.example
+    assert re.fullmatch(r"[A-Z][^\n]*\.", command.about)
+    text = " ".join(help_of(name, ["all"]).split())
+    for section in set(command.sections.split()) - set(GROUPS):
+        kind = type(getattr(Config(), section))
+        about = "" if kind is dict else (kind.__doc__ or "").split("\n\n")[0]
+        assert " ".join(f"{section}: {about}".split()).rstrip(": ") in text, section
+
+
 def test_help_without_more_shows_what_most_users_need():
     """It had 400 lines, of which a user needs a tenth."""
     text = help_of("train", [])
