@@ -123,7 +123,7 @@ def test_what_nothing_looks_at_is_doubted(words, said):
 @pytest.mark.parametrize("words", [["outer.compress=topk"], ["outer=local_sgd"]])
 def test_verify_refuses_what_is_not_exact(words):
     with pytest.raises(
-        ConfigError, match=r"expected an exact way.*got outer\.\w+=\w+, with which.*outer=allreduce"
+        ConfigError, match=r"exact reduction.*got outer\.\w+=\w+, with which.*outer=allreduce"
     ):
         verify(compose_config([*SMALL, *words, "train.steps=16"]))
 
