@@ -310,9 +310,7 @@ def test_calls_that_ranks_make_together_say_so(repository):
     """A script that saved on rank 0 alone waited for the others, and nothing had told it."""
     public = {name: each for name, each in vars(Pipeline).items() if not name.startswith("_")}
     calls = {name: each for name, each in public.items() if inspect.isfunction(each)}
-    together = {
-        n for n, each in calls.items() if "with collective_errors(" in inspect.getsource(each)
-    }
+    together = {n for n, each in calls.items() if "collective_errors(" in inspect.getsource(each)}
     assert {"step", "evaluate", "save", "load", "timeline", "clip_grad_norm_"} <= together
     page = (repository / "docs/reference/library.md").read_text()
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `pipe.")]
