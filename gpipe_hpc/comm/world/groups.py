@@ -20,7 +20,7 @@ class RankContext:
     Args:
         world: all ranks.
         mesh: the mesh of replicas and stages.
-        everybody: group of all ranks.
+        world_group: group of all ranks.
         pipeline: group of the ranks of this rank's pipeline.
         dp_group: group of the ranks with the same position in all pipelines.
     """

@@ -69,8 +69,8 @@ def try_alternatives(
     """Lay out and forecast a few settings that differ from those of a request.
 
     These are more micro-batches if the batch has enough samples, ``one_f_one_b``, and
-    recomputation, in all valid combinations; schedules are not searched. `gauge_of` returns the
-    counts if micro-batches are as many times smaller as its argument. Stops after `seconds`.
+    recomputation, in all valid combinations; schedules are not searched. `cost_model_of` returns
+    the counts if micro-batches are as many times smaller as its argument. Stops after `seconds`.
     """
     began_s = time.perf_counter()
     cost_models: dict[int, CostModel] = {}

@@ -33,7 +33,7 @@ class SearchCache:
     """Cache of layer costs, partitions, placements and buckets for the layouts of a search.
 
     Args:
-      gauge_of: returns counts or measured times for a micro-batch of a number of samples.
+      cost_model_of: returns counts or measured times for a micro-batch of a number of samples.
       alone: returns the counts if micro-batches do not share casts, as with offload; None if they
         are equal.
     """

@@ -75,17 +75,17 @@ def _fewest(searches: Sequence[LayoutSearch]) -> MinimumRanks:
 def _answer(searches: Sequence[LayoutSearch], num_ranks: int, heads: Sequence[str]) -> SearchAnswer:
     config = searches[0].config
     spaces = [each.space(num_ranks) for each in searches]
-    grounds = [each.on(num_ranks) for each in searches]
-    space, cache = spaces[0], grounds[0]
+    caches = [each.on(num_ranks) for each in searches]
+    space, cache = spaces[0], caches[0]
     if space.is_empty:
         raise _unfactored(space)
-    ranking = merged([search(*each) for each in zip(spaces, grounds, strict=True)])
+    ranking = merged([search(*each) for each in zip(spaces, caches, strict=True)])
     choices = CombiningChoices.of(space.base, space.fixed, len(cache.machine.cluster.hosts))
     num_ways = len(list(choices.all()))
     measured = searches[0].measured
     machine = "\n".join([machine_text(cache, space, measured), *searches[0].notes])
     if space.precision is not None:
-        pairs = zip(spaces, grounds, strict=True)
+        pairs = zip(spaces, caches, strict=True)
         machine = f"{machine}\n{precisions_text(pairs, is_measured=bool(measured))}"
     parts = [*heads, machine, counts_text(ranking, num_ways)]
     if not ranking.trials:
