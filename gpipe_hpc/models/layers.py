@@ -181,8 +181,8 @@ def _elements(model: object) -> list[object]:
         return list(model)
     if isinstance(model, nn.Module) and type(model).__module__.startswith("transformers."):
         raise ModelError(
-            f"model: a {type(model).__name__} of transformers is one module, expected a sequence "
-            f"of layers; save it with model.save_pretrained(folder), then pass "
+            f"model: a {type(model).__name__} of transformers is one module, not a sequence of "
+            f"layers; save it with model.save_pretrained(folder), then pass "
             f"gpipe_hpc.models.huggingface.huggingface_layers(folder), or on the command line "
             f"model=huggingface model.path=folder"
         )

@@ -40,5 +40,5 @@ def test_a_rank_that_finds_another_service_ends_with_its_message(start_ranks, ti
         is_whole=True,
     ).wait(60 * patience())
     assert ranks.codes == [1], ranks.outputs
-    words = f"cannot use the store, expected one at 127.0.0.1:{service}"
+    words = f"cannot use the store at 127.0.0.1:{service}"
     assert words in ranks.outputs[0] and "set MASTER_PORT to another" in ranks.outputs[0]

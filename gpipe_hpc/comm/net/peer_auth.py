@@ -61,9 +61,8 @@ def authenticate_peers(
             heard.runs = runs
     if heard.strangers - {rank}:
         return (
-            f"launch: the ranks do not share a secret, expected the one that rank {rank} has from "
-            f"{secret.source}, got another or none on "
-            f"{rank_names(sorted(heard.strangers - {rank}))}; set {SECRET_VARIABLE} to the same "
-            f"value on all ranks"
+            f"launch: the ranks do not share a secret: rank {rank} has one from {secret.source}, "
+            f"{rank_names(sorted(heard.strangers - {rank}))} another or none; set "
+            f"{SECRET_VARIABLE} to the same value on all ranks"
         )
     return unequal_sources(heard.runs)

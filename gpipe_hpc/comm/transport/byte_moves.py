@@ -44,7 +44,9 @@ class ByteTransfers:
 
     def __init__(self, world: World, moves: Sequence[ByteRoute], serial: int) -> None:
         moves = [move for move in moves if world.rank in move]
-        assert all(move.source != move.destination for move in moves), f"to itself: {moves}"
+        assert all(move.source != move.destination for move in moves), (
+            f"a rank sends to itself: {moves}"
+        )
         # Tags only have to differ between the two moves of a pair of ranks.
         tags = (_FIRST_TAG + 2 * serial, _FIRST_TAG + 2 * serial + 1)
         self._channels = {
@@ -70,7 +72,7 @@ class ByteTransfers:
             channel = self._channels[move]
             transport.post(channel, _SIZES, 0)
             came = transport.wait(channel, _SIZES, 0).nest
-            assert isinstance(came, torch.Tensor), f"a size comes as a tensor, not {came}"
+            assert isinstance(came, torch.Tensor), f"expected a tensor with a size, got {came}"
             sizes[move.source] = int(came)
         transport.finish()
         return sizes
@@ -105,7 +107,7 @@ class ByteTransfers:
                     channel = self._channels[move]
                     transport.post(channel, _LANE, turn)
                     came = transport.wait(channel, _LANE, turn).nest
-                    assert isinstance(came, torch.Tensor), f"bytes come as a tensor, not {came}"
+                    assert isinstance(came, torch.Tensor), f"expected a tensor of bytes, got {came}"
                     take(move.source, came)
             transport.finish()
 

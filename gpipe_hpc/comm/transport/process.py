@@ -145,8 +145,8 @@ class ProcessTransport:
         if word.serial != link.serial or word.microbatch != posted.microbatch:
             raise ConnectionError(
                 f"{link.channel}: expected message {link.serial} with micro-batch "
-                f"{posted.microbatch}, got message {word.serial} with {word.microbatch}; "
-                f"the ranks do not run the same table"
+                f"{posted.microbatch}, got message {word.serial} with micro-batch "
+                f"{word.microbatch}; the ranks do not run the same table"
             )
         link.serial += 1
         if word.header_bytes:

@@ -163,8 +163,8 @@ class SharedReceiver:
         if (word.serial, word.microbatch) != (self._serial, microbatch):
             raise ConnectionError(
                 f"{self.channel}: expected message {self._serial} with micro-batch {microbatch}, "
-                f"got message {word.serial} with {word.microbatch}; the ranks do not run the "
-                f"same table"
+                f"got message {word.serial} with micro-batch {word.microbatch}; the ranks do not "
+                f"run the same table"
             )
         self._serial += 1
         self._slots.pop(word.retired, None)

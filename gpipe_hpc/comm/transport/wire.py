@@ -275,9 +275,9 @@ def _pickled(value: object) -> bytes:
     return dumps(
         value,
         "boundary",
-        hides=f"boundary: expected tensors in tuples, lists and dicts, got one hidden in a "
-        f"{type(value).__name__}, where autograd cannot follow it to the next stage; let the "
-        f"layer return a dict, or register the class with torch.utils._pytree",
+        hides=f"boundary: a layer returns a tensor within a {type(value).__name__}, through which "
+        f"autograd cannot follow it to the next stage; return tensors in tuples, lists or dicts, "
+        f"or register the class with torch.utils._pytree",
     )
 
 

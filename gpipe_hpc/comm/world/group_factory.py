@@ -201,9 +201,9 @@ def _unreached(rank: int, own: ListenAddress, other: int, place: ListenAddress, 
     """Return the error message for a pair of ranks that cannot connect."""
     return (
         f"rank {rank} on {own.host} ({own.address}) cannot reach rank {other} on {place.host}, "
-        f"expected an answer at {place}, where it listens, got: {why}; open the ports that the "
-        f"kernels choose (sysctl net.ipv4.ip_local_port_range) between the hosts, or select a "
-        f"network on which they are open with comm.interface"
+        f"which listens at {place}: {why}; open the ports that the kernels choose (sysctl "
+        f"net.ipv4.ip_local_port_range) between the hosts, or select a network on which they are "
+        f"open with comm.interface"
     )
 
 

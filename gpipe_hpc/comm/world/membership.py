@@ -392,10 +392,9 @@ class MembershipCheck:
         if strangers:
             who = ", ".join(map(self._claims_of, strangers[:4]))
             return self._propose(
-                f"the ranks do not share a secret, expected the one that rank 0 has from "
-                f"{self.me.secret_source}, got another or none on {len(strangers)} of "
-                f"{len(members)} ranks: {who}; set {SECRET_VARIABLE} to the same value on all "
-                f"ranks",
+                f"the ranks do not share a secret: rank 0 has one from {self.me.secret_source}, "
+                f"{len(strangers)} of {len(members)} ranks have another or none: {who}; set "
+                f"{SECRET_VARIABLE} to the same value on all ranks",
                 local=False,
             )
         present = [member for member in members if member is not None]

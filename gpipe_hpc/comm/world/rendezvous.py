@@ -305,11 +305,11 @@ class _StoreConnection:
         while not any(keys.check([MembershipCheck.key(rank)]) for rank in others):
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"launch: rank 0 on {socket.gethostname()} waited {self._reach_s:g} s, "
-                    f"expected another rank at MASTER_ADDR={launch.master_addr}, port "
-                    f"{launch.master_port}, got none; {launch.master_addr} is not an address of "
-                    f"this host: set MASTER_ADDR to one by which the others reach it, or raise "
-                    f"comm.reach_s if hosts start at different times"
+                    f"launch: rank 0 on {socket.gethostname()} waited {self._reach_s:g} s, but no "
+                    f"other rank connected to MASTER_ADDR={launch.master_addr}, port "
+                    f"{launch.master_port}; {launch.master_addr} is not an address of this host: "
+                    f"set MASTER_ADDR to one by which the others reach it, or raise comm.reach_s "
+                    f"if hosts start at different times"
                 )
             time.sleep(_PAUSE_S)
 
@@ -387,9 +387,9 @@ class _StoreConnection:
             return _connect_to_store(addr, launch.master_port, launch, self._timeout_s, left)
         except dist.DistError as error:
             raise LaunchError(
-                f"launch: rank {launch.rank} on {socket.gethostname()} cannot use the store, "
-                f"expected one at {addr}:{launch.master_port}, got {error}; another program "
-                f"listens there: end it, or set MASTER_PORT to another on all ranks"
+                f"launch: rank {launch.rank} on {socket.gethostname()} cannot use the store at "
+                f"{addr}:{launch.master_port}: {error}; another program listens there: end it, or "
+                f"set MASTER_PORT to another port on all ranks"
             ) from error
 
     def _await_server(self, addr: str) -> None:
@@ -432,18 +432,18 @@ class _StoreConnection:
         """Return the LaunchError for a host that does not respond or has no address."""
         launch, where = self._launch, f"{addr}:{self._launch.master_port}"
         if isinstance(error, socket.gaierror):
-            expected = "MASTER_ADDR to be the name or address of a host"
+            reason = "MASTER_ADDR is not the name or address of a host"
             remedy = "correct MASTER_ADDR, or make the name resolvable (/etc/hosts, DNS)"
         else:
-            expected = f"an answer of the host at {where}"
+            reason = "the host does not answer"
             remedy = (
                 "check MASTER_ADDR and MASTER_PORT, and that no firewall blocks the port; on a "
                 "host with several networks set MASTER_ADDR to an address that the others reach"
             )
         return LaunchError(
             f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} tried "
-            f"for {self._reach_s:g} s to reach {self._server()} at {where}, expected {expected}, "
-            f"got {error}; {remedy}; raise comm.reach_s if hosts start at different times"
+            f"for {self._reach_s:g} s to reach {self._server()} at {where}: {reason} ({error}); "
+            f"{remedy}; raise comm.reach_s if hosts start at different times"
         )
 
     def _unanswered(self, addr: str, error: OSError) -> LaunchError:
@@ -452,8 +452,8 @@ class _StoreConnection:
         missing = "it" if launch.agent_store else "missing rank 0"
         return LaunchError(
             f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} waited "
-            f"{self._timeout_s:g} s, expected {self._server()} at {addr}:{launch.master_port}, got "
-            f"no answer ({error}): {missing} has not started, or cannot be reached; look at its "
+            f"{self._timeout_s:g} s for {self._server()} at {addr}:{launch.master_port}, which did "
+            f"not answer ({error}): {missing} has not started, or cannot be reached; look at its "
             f"log, and check MASTER_ADDR, MASTER_PORT and firewalls"
         )
 

@@ -57,9 +57,7 @@ def unequal_sources(runs: Runs) -> str:
     ranks = sorted(rank for _, (_, found) in others for rank in found)
     shown = ", ".join(map(str, ranks[:_NUM_SHOWN])) + (", ..." if len(ranks) > _NUM_SHOWN else "")
     return (
-        f"launch: the ranks run different source code of gpipe_hpc, expected that of rank 0 "
-        f"({folder}, {digest[:12]}), got another on "
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} ({other_folder}, "
-        f"{other[:12]}); install one version on all machines, or start from one shared "
-        f"folder"
+        f"launch: the ranks run different source code of gpipe_hpc: rank 0 {folder} "
+        f"({digest[:12]}), {'rank' if len(ranks) == 1 else 'ranks'} {shown} {other_folder} "
+        f"({other[:12]}); install one version on all machines, or start from one shared folder"
     )

@@ -47,5 +47,5 @@ def _load(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"huggingface: expected the library {name.partition('.')[0]}, got {error}; {_INSTALL}"
+            f"huggingface: the library {name.partition('.')[0]} is missing: {error}; {_INSTALL}"
         ) from error

@@ -259,7 +259,7 @@ def test_another_microbatch_than_posted_is_noticed():
     ends = Ends()
     ends.destination.post(CHANNEL, "training", 0)
     ends.source.send(CHANNEL, "training", 1, torch.ones(1), 1)
-    with pytest.raises(ConnectionError, match=r"micro-batch 0, got message 0 with 1"):
+    with pytest.raises(ConnectionError, match=r"micro-batch 0, got message 0 with micro-batch 1"):
         ends.destination.wait(CHANNEL, "training", 0)
 
 

@@ -277,7 +277,9 @@ def test_a_descriptor_that_does_not_arrive_is_an_error(ends):
 
 def test_another_micro_batch_than_expected_is_noticed(ends):
     ends.send(torch.ones(1), microbatch=1)
-    with pytest.raises(ConnectionError, match=r"micro-batch 0, got message 0 with 1.*same table"):
+    with pytest.raises(
+        ConnectionError, match=r"micro-batch 0, got message 0 with micro-batch 1.*same table"
+    ):
         ends.get(0)
 
 

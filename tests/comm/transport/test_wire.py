@@ -158,7 +158,7 @@ def test_values_of_any_class_travel_but_hide_no_tensors():
     """A dataclass of tensors once went through as a value, and its gradient was lost."""
     assert through_the_wire((Box("text"), Box([1])))[0] == Box("text")
     for hidden in (Box(torch.ones(2)), Box({"x": [torch.ones(2)]}), {torch.ones(2)}):
-        with pytest.raises(ModelError, match=r"boundary.*hidden in a (Box|set).*return a dict"):
+        with pytest.raises(ModelError, match=r"boundary.*within a (Box|set).*return tensors"):
             disassemble({"a": hidden})
 
 

@@ -111,5 +111,5 @@ def test_a_rank_that_is_not_reached_is_named_on_all_members(processes, tmp_path,
         return
     assert told[0] == told[1] == told[2]
     assert "launch: rank 1 on " in told[0] and "(127.0.0.3) cannot reach rank 0 on " in told[0]
-    assert "expected an answer at 127.0.0.2:1" in told[0] and "Connection refused" in told[0]
+    assert "which listens at 127.0.0.2:1" in told[0] and "Connection refused" in told[0]
     assert "net.ipv4.ip_local_port_range" in told[0] and "comm.interface" in told[0]
