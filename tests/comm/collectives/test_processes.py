@@ -123,7 +123,7 @@ def test_a_rank_that_dies_within_a_plan_is_named_on_all_others(tmp_path, start_r
         "from gpipe_hpc.comm.world.start import start_world\n"
         "from gpipe_hpc.comm.world.world import collective_errors\n"
         "world = start_world(device='cpu', timeout_s=60)\n"
-        "with together(world, 'the sums'):\n"
+        "with collective_errors(world, 'the sums'):\n"
         "    for turn in range(1000):\n"
         "        if turn == 20 and world.rank == 1:\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n"

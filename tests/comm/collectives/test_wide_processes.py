@@ -144,7 +144,7 @@ def test_a_rank_that_dies_in_a_sum_is_named_on_all_others(tmp_path, start_ranks)
         "world = start_world(device='cpu', timeout_s=60)\n"
         "world._meshed = 2\n"
         "group = world.group([range(4)])\n"
-        "with together(world, 'the sums'):\n"
+        "with collective_errors(world, 'the sums'):\n"
         "    for turn in range(1000):\n"
         "        if turn == 20 and world.rank == 1:\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
