@@ -434,7 +434,7 @@ def test_ranks_without_the_secret_are_named_on_all_ranks(other: Secret | None):
     for text in results.values():
         assert "the ranks do not share a secret" in text
         assert "rank 0 has one from our file" in text
-        assert "on 1 of 3 ranks: rank 2 (process " in text
+        assert "1 of 3 ranks have another or none: rank 2 (process " in text
         assert f"secret from {source})" in text
 
 
