@@ -323,6 +323,7 @@ def accuracy(o, t):
 NO_MEANS = {
     "torch's": (lambda o, t: F.cross_entropy(o, t, reduction="sum"), 4),
     "a module's": (lambda o, t: nn.CrossEntropyLoss(reduction="sum")(o, t), 4),
+    "in two": (lambda o, t: F.cross_entropy(o, t, reduction="sum"), 2),
     "several": (
         lambda o, t: sum(F.mse_loss(o, o.detach() - k, reduction="sum") for k in (1, 2)),
         4,
@@ -344,7 +345,7 @@ def test_a_sum_that_is_taken_for_a_mean_is_warned_of_once(name, caplog):
     loss, microbatches = NO_MEANS[name]
     piped(loss, TARGETS, 2, stages=2, microbatches=microbatches)
     found = [each.getMessage() for each in caplog.records]
-    warns = name in ("torch's", "a module's", "several", "squares")
+    warns = name in ("torch's", "a module's", "in two", "several", "squares")
     assert ["returns a sum" in each for each in found] == [True] * warns
 
 

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc import LayerSpec, Pipeline, register_boundary_type, run_on_threads
+from gpipe_hpc import LayerSpec, Pipeline, register_boundary_type, run_on_threads, whole
 from gpipe_hpc.comm.net.pickling import check_travels, dumps, loads
 from gpipe_hpc.comm.net.secret import Secret
 from gpipe_hpc.errors import ConfigError, DataError, ModelError
@@ -377,3 +377,11 @@ def test_threads_refuse_a_container_that_others_cannot_find():
 
     with pytest.raises(Exception, match=r"stage 0.*local"):
         run_on_threads(2, body)
+
+
+def test_a_part_that_every_micro_batch_gets_travels():
+    """Ranks exchange batches of which parts are marked, as `verify` does."""
+    sent = {"mask": whole(torch.eye(2)), "x": torch.ones(3)}
+    came = loads(dumps(sent, "batch"), "batch")
+    assert type(came["mask"]) is type(sent["mask"])
+    assert torch.equal(came["mask"].value, torch.eye(2)) and torch.equal(came["x"], sent["x"])
