@@ -50,7 +50,7 @@ def test_ranks_with_other_lines_are_named():
     ours, theirs = Source("a" * 64, "/here"), Source("b" * 64, "/there")
     assert told(ours, ours._replace(folder="/elsewhere")) == ""
     text = told(ours, theirs, ours, theirs)
-    assert "that of rank 0 (/here, aaaaaaaaaaaa), got another on ranks 1, 3 (/there, b" in text
+    assert "rank 0 /here (aaaaaaaaaaaa), ranks 1, 3 /there (bbbbbbbbbbbb);" in text
     assert "install one version on all machines" in text
     assert "..." in told(ours, *(20 * [theirs]))
 
