@@ -23,7 +23,7 @@ ARGUED = {
     "planner/costs/clock.py _measured record": "times are measured between these marks",
     "planner/costs/clock.py _measured query": "it tells whether the host was fast enough",
     "planner/costs/clock.py _measured synchronize": _STOPS,
-    "bench/point.py _finish synchronize": _STOPS,
+    "bench/point.py _steps synchronize": _STOPS,
     "preflight/timing.py follow synchronize": "the other end's clock stops at the answer",
     "preflight/timing.py _push synchronize": "making the message is not measured",
     "preflight/timing.py _pull synchronize": _STOPS,
