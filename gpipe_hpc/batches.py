@@ -466,9 +466,9 @@ def square_output(
 ) -> list[int] | None:
     """Return the shape of an output [b, b] of micro-batches of b samples; None if there is none.
 
-    The second dimension of such an output may be samples, too. Returns None if a dimension of the
-    inputs, or of a weight of the last layer with weights, equals b, or if the stage has only torch
-    modules without weights.
+    The second dimension of such an output may count samples as well. Returns None if a dimension
+    of the inputs, or of a weight of the last layer with weights, equals b, or if the stage has only
+    torch modules without weights.
 
     Args:
         outputs: Outputs by micro-batch.

@@ -157,8 +157,8 @@ def test_a_block_that_nothing_broke_off_ends_with_the_news_of_a_failure():
         with pytest.raises(PeerError) as caught, collective_errors(world, "a step"):
             assert has_failed.wait(20)
         told[world.rank] = str(caught.value)
-        with collective_errors(world, "what is done all the same"):
-            pass  # who has been told is not told again
+        with collective_errors(world, "a step after the failure"):
+            pass  # a rank that has raised the failure does not raise it again
 
     def fails(world):
         try:

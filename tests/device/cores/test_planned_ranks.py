@@ -1,4 +1,4 @@
-"""What a rank of a run to come has on a host: threads, and others that compute beside it."""
+"""The share of a host that a rank of a planned run gets: threads, and ranks that compute too."""
 
 import pytest
 import torch

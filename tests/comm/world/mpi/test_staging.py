@@ -1,7 +1,7 @@
-"""Blocks through pinned memory: which copy is told when, and what the host waits for.
+"""Blocks through pinned memory: the order of copies, and the events that the host waits for.
 
-What no wait orders is refused in tests/simulated; but a wait too many, or a copy told too late,
-gives the same numbers there. So here the device writes down what it is told, in order.
+tests/simulated refuses accesses that no wait orders. An unnecessary wait or a late copy gives the
+same numbers there, so here the device records its calls in order.
 """
 
 from contextlib import contextmanager
