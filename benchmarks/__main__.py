@@ -42,6 +42,8 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--workloads: expected some of {WORKLOADS}, got {args.workloads}")
     if args.budget_s <= 0:
         parser.error(f"--budget-s: expected seconds above 0, got {args.budget_s:g}")
+    if args.keep and (args.size != "full" or args.workloads != WORKLOADS):
+        parser.error("--keep: stores all workloads in full size; leave out --size and --workloads")
     return args
 
 

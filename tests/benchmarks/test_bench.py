@@ -352,7 +352,16 @@ def test_equal_processes_are_shared():
     assert other.crew not in {*crews.values(), replace(other, name="another").crew}
 
 
-@pytest.mark.parametrize("words", [["--workloads", "X"], ["--budget-s", "0"], ["--size", "huge"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--workloads", "X"],
+        ["--budget-s", "0"],
+        ["--size", "huge"],
+        ["--keep", "--size", "tiny"],
+        ["--keep", "--workloads", "A"],
+    ],
+)
 def test_options_that_measure_nothing_are_refused(words, capsys):
     with pytest.raises(SystemExit) as leaving:
         parsed(words)
