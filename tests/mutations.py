@@ -13,6 +13,7 @@ either a test is missing, or the change has no effect (about one in ten has none
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import random
@@ -240,7 +241,7 @@ class Coverage:
     """Which fast test executes which line of the package, and the seconds that each test takes.
 
     Args:
-        folder: Where the record is kept; it is made anew if the folder does not exist.
+        folder: Folder of the record; it is written if the folder does not exist.
         copied: Copy of the repository, in which the tests run.
         packages: Packages whose lines are recorded.
         tests: Folders of the tests.
@@ -249,8 +250,16 @@ class Coverage:
     def __init__(
         self, folder: Path, copied: Path, packages: Sequence[str], tests: Sequence[str]
     ) -> None:
+        # Lines of other code would select other tests, and faults would count as missed.
+        of_code = folder / "digest"
+        digest = hashlib.sha256(
+            b"".join(path.read_bytes() for path in sorted((copied / "gpipe_hpc").rglob("*.py")))
+        ).hexdigest()
         if not folder.exists():
             self._record(folder, copied, packages, tests)
+            of_code.write_text(digest, "utf-8")
+        if of_code.read_text("utf-8") != digest:
+            raise SystemExit(f"{folder} is the coverage of other code; remove the folder")
         self.seconds: dict[str, float] = {}
         for each in sorted(folder.glob("seconds.*")):
             self.seconds |= json.loads(each.read_text("utf-8"))
