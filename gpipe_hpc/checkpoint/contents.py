@@ -68,10 +68,10 @@ def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: ob
         held |= {OUTER + name: tensor for name, tensor in pipe.outer_state().items()}
         if pipe.is_sharded:
             held |= assemble_states(pipe, parts)
-    everybody = pipe.world_group
-    first, own = everybody.ranks[0], everybody.position
+    world_group = pipe.world_group
+    first, own = world_group.ranks[0], world_group.position
     written = all_or_none(
-        everybody, lambda: _written(pipe, values, extra if pipe.world.rank == first else {})
+        world_group, lambda: _written(pipe, values, extra if pipe.world.rank == first else {})
     )
     held |= written.tensors
     told = gather(pipe, _sizes(held), written.values, groups, written.states)
@@ -87,7 +87,7 @@ def collect(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: ob
         )
         total = sum({name: size for each in told for name, size in each.sizes.items()}.values())
         decided = _writers(sizes_of_all(told, pipe.mesh.stages)), total
-    writers, num_bytes = everybody.broadcast_object(decided, first)
+    writers, num_bytes = world_group.broadcast_object(decided, first)
     return Contents({n: t for n, t in held.items() if writers[n] == own}, facts, num_bytes)
 
 

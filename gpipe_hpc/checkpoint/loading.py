@@ -84,15 +84,15 @@ def load(
             parameters of one group had different options, or if there is too little memory.
         HalfLoadedError: if a verified file can no longer be read.
     """
-    everybody = pipe.world_group
+    world_group = pipe.world_group
     found = checkpoint
     if isinstance(found, Path):
-        found = verify(found, everybody, pipe.world.rank, partial(_note, pipe))
-    plan = all_or_none(everybody, lambda: _plan(pipe, found, optimizer))
-    _check_memory(found.path, everybody, pipe.world.device, _needed_bytes(plan, found.stored))
-    made = all_or_none(everybody, lambda: _make(plan, found))
+        found = verify(found, world_group, pipe.world.rank, partial(_note, pipe))
+    plan = all_or_none(world_group, lambda: _plan(pipe, found, optimizer))
+    _check_memory(found.path, world_group, pipe.world.device, _needed_bytes(plan, found.stored))
+    made = all_or_none(world_group, lambda: _make(plan, found))
     targets = plan.targets | made
-    all_or_none(everybody, lambda: _check_readable(found, [*targets, *plan.cuts]))
+    all_or_none(world_group, lambda: _check_readable(found, [*targets, *plan.cuts]))
     # From here on the state of this rank changes.
     try:
         for number, part in enumerate(_parts(targets), start=1):

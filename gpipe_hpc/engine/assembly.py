@@ -59,7 +59,7 @@ def build_stages(
     indices: Sequence[int],
     seed: int,
     world: World,
-    everybody: ControlGroup,
+    world_group: ControlGroup,
     precision: str,
     recomputed: Sequence[frozenset[int]] | None,
     *,
@@ -76,7 +76,7 @@ def build_stages(
         indices: The stages of this rank.
         seed: Initial weights of a `LayerSpec` depend on it and on the layer's index.
         world: The ranks of the run.
-        everybody: The group of all ranks.
+        world_group: The group of all ranks.
         precision: The precision of forwards.
         recomputed: For each stage the layers that an ``R`` runs again; None for all.
         built_on_device: Build each `LayerSpec` on the world's device instead of the CPU.
@@ -90,7 +90,7 @@ def build_stages(
     # of one process: a rank that does not hold the first place trains a copy.
     apart = {i for tie in ties for i, _ in tie.places if tie.places[0][0] not in held}
     if world.is_one_process:
-        apart |= _taken(layers, held, everybody)
+        apart |= _taken(layers, held, world_group)
     # Copied together, so that objects that two of them share stay shared, registered or not.
     copies = copy.deepcopy({i: layers[i] for i in held if i in apart})
     modules = {
@@ -151,11 +151,11 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-def _taken(layers: Sequence[Layer], held: Sequence[int], everybody: ControlGroup) -> set[int]:
+def _taken(layers: Sequence[Layer], held: Sequence[int], world_group: ControlGroup) -> set[int]:
     """Return the built layers of this rank that an earlier rank of this process trains."""
     built = {i: id(layers[i]) for i in held if isinstance(layers[i], nn.Module)}
-    claims = everybody.all_gather_object(set(built.values()))
-    taken = {each for ids in claims[: everybody.position] for each in ids}
+    claims = world_group.all_gather_object(set(built.values()))
+    taken = {each for ids in claims[: world_group.position] for each in ids}
     return {i for i, each in built.items() if each in taken}
 
 

@@ -229,7 +229,7 @@ class StageParameters:
 
 
 def refuse_different(
-    stages: Sequence[StageParameters], together: ControlGroup, everybody: ControlGroup
+    stages: Sequence[StageParameters], together: ControlGroup, world_group: ControlGroup
 ) -> None:
     """Raise ModelError, on all ranks, if copies of a written parameter have different values.
 
@@ -246,8 +246,8 @@ def refuse_different(
         spans = _widest(spans, stage.spans(written))
     widest = together.merge_object(spans, _widest).items()
     different = sorted((name, written[name]) for name, (least, most) in widest if least != most)
-    if together is not everybody:
-        different = everybody.merge_object(different, max)
+    if together is not world_group:
+        different = world_group.merge_object(different, max)
     if different:
         raise _refusal(*different[0], "to other values than on other ranks")
 
@@ -367,16 +367,16 @@ class TrainableParameters:
     Args:
         held: This rank's parameters by global name.
         names: All parameters of the model, the same on every rank.
-        everybody: All ranks.
+        world_group: All ranks.
     """
 
     def __init__(
-        self, held: Mapping[str, nn.Parameter], names: Sequence[str], everybody: ControlGroup
+        self, held: Mapping[str, nn.Parameter], names: Sequence[str], world_group: ControlGroup
     ) -> None:
         self._parameters = list(held.values())
         numbers = {name: number for number, name in enumerate(names)}
         self._numbers = [numbers[name] for name in held]
-        self._names, self._everybody = names, everybody
+        self._names, self._world_group = names, world_group
         self._agreed: list[bool] | None = None
         self._by_any: frozenset[int] = frozenset()
 
@@ -396,12 +396,12 @@ class TrainableParameters:
         Raises ModelError, on all ranks, for a parameter that one rank trains and another does not.
         """
         now = self._now()
-        rank = self._everybody.ranks[self._everybody.position]
+        rank = self._world_group.ranks[self._world_group.position]
         pairs = list(zip(self._numbers, now, strict=True))
         own = tuple(
             {n: rank for n, is_trained in pairs if is_trained is kind} for kind in (True, False)
         )
-        trains, freezes = self._everybody.merge_object(own, _by_first_rank)
+        trains, freezes = self._world_group.merge_object(own, _by_first_rank)
         differing = sorted(trains.keys() & freezes.keys())
         if differing:
             number = differing[0]

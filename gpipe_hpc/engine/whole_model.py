@@ -31,7 +31,7 @@ class WholeModel:
         given: The model as the user passed it.
         layers: All layers of the model.
         trained: The layers of this rank, as built.
-        everybody: The group of all ranks.
+        world_group: The group of all ranks.
         is_one_process: All ranks are threads of this process.
     """
 
@@ -40,7 +40,7 @@ class WholeModel:
         given: object,
         layers: Sequence[Layer],
         trained: Mapping[int, nn.Module],
-        everybody: ControlGroup,
+        world_group: ControlGroup,
         *,
         is_one_process: bool,
     ) -> None:
@@ -48,7 +48,7 @@ class WholeModel:
         # The objects themselves, as a rank may train a copy of a layer.
         own = {id(layers[i]) for i, module in trained.items() if module is layers[i]}
         if is_one_process:
-            own = set().union(*everybody.all_gather_object(own))
+            own = set().union(*world_group.all_gather_object(own))
         self._stale = [
             i for i, each in enumerate(layers) if id(each) not in own and _is_trained(each)
         ]

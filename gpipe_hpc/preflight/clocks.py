@@ -36,15 +36,15 @@ class ClockBounds(NamedTuple):
 
 
 def timed_barrier(
-    everybody: ControlGroup, rank: int, host: str, clock: Callable[[], float] = time.time
+    world_group: ControlGroup, rank: int, host: str, clock: Callable[[], float] = time.time
 ) -> ClockBounds:
     """Run a barrier and return the times at which this rank entered and left.
 
     A barrier before it lets all ranks enter at about the same time.
     """
-    barrier(everybody)
+    barrier(world_group)
     came_s = clock()
-    barrier(everybody)
+    barrier(world_group)
     return ClockBounds(ClockReading(came_s, rank, host), ClockReading(clock(), rank, host))
 
 

@@ -202,11 +202,11 @@ class ProcessWorld:
 
         Raises LaunchError on all ranks if they do not.
         """
-        everybody = self.world_group
+        world_group = self.world_group
         groups, below = (
-            (everybody.groups, everybody.below)
-            if isinstance(everybody, TreeGroup)
-            else ((everybody,), ())
+            (world_group.groups, world_group.below)
+            if isinstance(world_group, TreeGroup)
+            else ((world_group,), ())
         )
         refusal = authenticate_peers(groups, below, self.rank, self.secret, own_source())
         if refusal:

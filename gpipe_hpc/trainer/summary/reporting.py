@@ -87,13 +87,13 @@ class Reporter:
 
         Collective; each rank sends the times of one step's actions.
         """
-        median, everybody = self._held.median, self._pipe.world_group
+        median, world_group = self._held.median, self._pipe.world_group
         if median is None or self._pipe.layout.schedule.num_ranks == 1:
             return
         with collective_errors(self._pipe.world, "reviewing the partition"):
             stages = self._pipe.mesh.stages
-            traced = gather_steps(everybody, (median,), median, stages)
-            watched = everybody.gather_object(self.layer_clock.times(), root=0)
+            traced = gather_steps(world_group, (median,), median, stages)
+            watched = world_group.gather_object(self.layer_clock.times(), root=0)
         if watched is None or self._session.foreseen is None:
             return
         with _log_errors("the partition was not reviewed"):
@@ -124,8 +124,8 @@ class Reporter:
             kept = self._held.steps
             if self._session.config.trace.keep == "median":
                 kept = tuple(each for each in kept if each is median)
-            everybody = self._pipe.world_group
-            traced = gather_steps(everybody, kept, median, self._pipe.mesh.stages)
+            world_group = self._pipe.world_group
+            traced = gather_steps(world_group, kept, median, self._pipe.mesh.stages)
         if ranks:
             with _log_errors():
                 found = self._median_of(traced)

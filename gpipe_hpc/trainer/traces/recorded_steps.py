@@ -86,8 +86,8 @@ def gather_steps(
         )
         for each in held
     ]
-    everybody: list[Any] | None = group.gather_object(own, root=0)
-    if everybody is None:
+    gathered: list[Any] | None = group.gather_object(own, root=0)
+    if gathered is None:
         return []
     return [
         TracedStep(
@@ -95,11 +95,11 @@ def gather_steps(
             each.pipeline_s,
             tuple(
                 _events(rank % num_stage_ranks, *told[number][:2])
-                for rank, told in enumerate(everybody)
+                for rank, told in enumerate(gathered)
             ),
             is_median=each is median,
             around=tuple(
-                tuple(OutsideActivity(*one) for one in told[number][2]) for told in everybody
+                tuple(OutsideActivity(*one) for one in told[number][2]) for told in gathered
             ),
         )
         for number, each in enumerate(held)
