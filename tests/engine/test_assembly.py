@@ -1,4 +1,4 @@
-"""What ranks tell one another before the first step."""
+"""Broadcasts of parameters and buffers when a pipeline is built."""
 
 import torch
 from torch import nn
@@ -10,8 +10,8 @@ from tests.support import mean_square
 WIDTH = 4
 
 
-def counted(monkeypatch):
-    """Count the broadcasts that each group starts."""
+def record_broadcasts(monkeypatch):
+    """Record the ranks and the position of each broadcast that a group starts."""
     started = []
     own = ThreadGroup.start_broadcast
 
@@ -33,9 +33,9 @@ def layers(value):
     return made
 
 
-def test_the_start_sends_a_stage_at_once_not_one_tensor_at_a_time(monkeypatch):
-    """Forty parameters, and the buffers by themselves, were a collective each."""
-    started = counted(monkeypatch)
+def test_startup_makes_one_broadcast_per_rank(monkeypatch):
+    """Regression: each of the forty parameters took a broadcast, and the buffers another."""
+    started = record_broadcasts(monkeypatch)
 
     def body(world):
         pipe = Pipeline(
@@ -50,14 +50,14 @@ def test_the_start_sends_a_stage_at_once_not_one_tensor_at_a_time(monkeypatch):
 
     for parameters, rank in run_on_threads(4, body):
         assert len(parameters) >= 16
-        # Those of replica 0, whose ranks are 0 and 1.
+        # The values of replica 0, whose ranks are 0 and 1.
         assert all(bool((p == rank + 1.0).all()) for p in parameters)
-    # One for each rank, though it holds two stages.
+    # One broadcast per rank, although each rank has two stages.
     assert sorted(started) == [((0, 2), 0), ((0, 2), 1), ((1, 3), 0), ((1, 3), 1)]
 
 
-def test_ties_with_the_same_holders_go_together(monkeypatch):
-    started = counted(monkeypatch)
+def test_tied_parameters_of_the_same_ranks_share_a_broadcast(monkeypatch):
+    started = record_broadcasts(monkeypatch)
 
     def body(world):
         linear = LayerSpec(nn.Linear, WIDTH, WIDTH)

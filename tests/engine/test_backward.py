@@ -1,4 +1,4 @@
-"""Calls of autograd's engine: edges that hold their graph, gradients as torch's own functions."""
+"""Calls of the autograd engine through graph edges, with the gradients of torch's own functions."""
 
 import gc
 
@@ -9,7 +9,7 @@ from gpipe_hpc.engine.backward import accumulate_gradients, differentiate, edge_
 
 
 class Double(torch.autograd.Function):
-    """A function in Python, which doubles; its backward writes into what it is given."""
+    """Double the input, as a Python function whose backward modifies its argument in place."""
 
     @staticmethod
     def forward(ctx, x):
@@ -20,8 +20,8 @@ class Double(torch.autograd.Function):
         return gradient.mul_(2)
 
 
-def test_an_edge_of_a_python_function_holds_its_graph():
-    """In older versions of torch such a node dies with the tensor, whoever has it."""
+def test_edge_keeps_the_graph_of_a_python_function_alive():
+    """Older versions of torch free such a node together with its tensor."""
     weight = torch.ones(3, requires_grad=True)
     output = Double.apply(weight * 3)
     edge = edge_of(output)
@@ -32,7 +32,7 @@ def test_an_edge_of_a_python_function_holds_its_graph():
     assert weight.grad.tolist() == [6.0] * 3
 
 
-def test_edges_of_leaves_and_of_second_outputs():
+def test_edges_of_leaf_and_second_output_receive_gradients():
     x = torch.arange(6.0, requires_grad=True)
     first, second = x.split(3)
     (got,) = differentiate([edge_of(second)], [torch.ones(3)], [x])
@@ -41,7 +41,7 @@ def test_edges_of_leaves_and_of_second_outputs():
     assert x.grad.tolist() == [2, 2, 2, 1, 1, 1]
 
 
-def test_only_the_inputs_asked_for_get_gradients():
+def test_only_requested_inputs_get_gradients():
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
     accumulate_gradients([edge_of(x * y)], [torch.ones(2)], [x])
     assert x.grad.tolist() == [1, 1] and y.grad is None
@@ -49,7 +49,9 @@ def test_only_the_inputs_asked_for_get_gradients():
     assert differentiate([edge_of(x * y)], [torch.ones(2)], [unused]) == (None,)
 
 
-def test_a_loss_that_writes_into_its_gradient_harms_no_other_microbatch():
+def test_loss_may_modify_its_gradient_in_place():
+    """Otherwise one micro-batch would change the initial gradient of the next."""
+
     def loss(y, _):
         return Double.apply(y.sum()), float(len(y))
 

@@ -1,4 +1,4 @@
-"""Threads that may have drawn while a backward ran."""
+"""Detection of threads that may draw random numbers during a backward."""
 
 import os
 import threading
@@ -9,8 +9,8 @@ import torch
 from gpipe_hpc.engine.backward_draws import _others, _running
 
 
-def test_a_thread_that_draws_without_a_pause_is_seen():
-    """Linux adds its time at the next tick only, so training was refused for its draws."""
+def test_continuously_drawing_thread_is_detected():
+    """Regression: Linux updates CPU times of threads only at ticks, so training was refused."""
     stops, draws = threading.Event(), [0]
 
     def draw():
@@ -34,19 +34,19 @@ def test_a_thread_that_draws_without_a_pause_is_seen():
     assert drew and all(drew)
 
 
-def test_a_waiting_main_thread_of_a_forked_process_is_not_taken_for_one_that_draws():
-    """Python 3.11 kept the number of the parent's thread: draws in backwards were only logged."""
+def test_waiting_main_thread_of_forked_process_counts_as_idle():
+    """Regression: Python 3.11 kept the parent's thread number, so draws were only logged."""
 
-    def look():
+    def check_main_thread():
         time.sleep(0.2)  # until the main thread waits
         others = _others()
-        codes.append(bool(_running(others)))
+        found_running.append(bool(_running(others)))
 
     pid = os.fork()
     if pid == 0:
-        codes = []
-        thread = threading.Thread(target=look)
+        found_running = []
+        thread = threading.Thread(target=check_main_thread)
         thread.start()
         thread.join()
-        os._exit(codes != [False])
+        os._exit(found_running != [False])
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

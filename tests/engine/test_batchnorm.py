@@ -1,7 +1,7 @@
-"""BatchNorm in a pipeline: normalised by micro-batch, its statistics those of the whole step.
+"""BatchNorm in a pipeline: normalises each micro-batch, updates its statistics once per step.
 
-The reference is a plain loop over torch's own layers that runs one micro-batch after the other;
-it keeps what each BatchNorm was given and updates its buffers once a step from all of it.
+The reference is a plain loop over torch's own layers that runs one micro-batch after the other.
+It stores the inputs of each BatchNorm and updates its buffers once per step from all of them.
 """
 
 import copy
@@ -21,7 +21,7 @@ RATE = 0.01
 
 
 class Block(nn.Module):
-    """Two normalised convolutions with a shortcut, which works in place."""
+    """Two BatchNorm layers with a convolution and a shortcut; the last ReLU works in place."""
 
     def __init__(self, momentum=0.1):
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 def model():
-    """Return layers; eps is large where two values are normalised, which magnifies rounding."""
+    """Return the layers; eps is large for two values per channel, which would magnify rounding."""
     torch.manual_seed(1)
     layers = [
         nn.BatchNorm2d(2),
@@ -63,7 +63,7 @@ def norms_of(layers):
 
 
 def train_plain(samples, cut):
-    """Train in one process; `cut` makes micro-batches. Return its numbers and the model."""
+    """Train in one process, with micro-batches by `cut`; return losses, gradients, model."""
     layers = model()
     norms = [norm for norm in norms_of(layers) if norm.track_running_stats]
     given = {norm: [] for norm in norms}
@@ -96,8 +96,8 @@ def train_plain(samples, cut):
 
 
 def train(samples, ranks, replicas=1, run=run_on_threads, **options):
-    """Train a pipeline; return, of each rank, the numbers of each step and the last state."""
-    made = model()  # here, as torch's generator is the process's
+    """Train a pipeline; return each rank's losses, gradients, buffers and evaluation loss."""
+    made = model()  # outside of the threads, which share torch's generator
 
     def body(world):
         layers = copy.deepcopy(made)
@@ -126,7 +126,7 @@ def assert_plain_training(samples, results, num_pieces, cut=None):
 
     losses, gradients, whole = train_plain(samples, cut or pieces_of)
     near = {"rtol": 1e-10, "atol": 1e-11}
-    found = {}
+    all_buffers = {}
     for our_losses, ours, buffers, _ in results:
         assert our_losses == pytest.approx(losses, rel=1e-12)
         for step, named in enumerate(ours):
@@ -134,14 +134,16 @@ def assert_plain_training(samples, results, num_pieces, cut=None):
                 expected = gradients[step][name.removeprefix("layers.")]
                 assert torch.allclose(gradient, expected, **near), (step, name)
         for name, buffer in buffers.items():
-            assert torch.equal(found.setdefault(name, buffer), buffer), f"copies of {name} differ"
+            assert torch.equal(all_buffers.setdefault(name, buffer), buffer), (
+                f"copies of {name} differ"
+            )
     expected = {f"layers.{name}": buffer for name, buffer in whole.named_buffers()}
-    assert found.keys() == expected.keys() and len(found) == 21 - 3
+    assert all_buffers.keys() == expected.keys() and len(all_buffers) == 21 - 3
     for name, buffer in expected.items():
-        assert torch.allclose(found[name], buffer, rtol=1e-12, atol=1e-12), name
+        assert torch.allclose(all_buffers[name], buffer, rtol=1e-12, atol=1e-12), name
     if results[0][-1] is not None:
         inputs, targets = batches(samples)[0]
-        whole.eval()  # by micro-batch: one layer has no running statistics
+        whole.eval()  # per micro-batch, since one layer has no running statistics
         pieces = zip(pieces_of(inputs), pieces_of(targets), strict=True)
         total = sum(square_sum(whole(x), y)[0].item() for x, y in pieces)
         expected = [total / samples] * len(results)
@@ -165,7 +167,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_equals_the_plain_loop(layout):
+def test_training_equals_plain_loop(layout):
     samples, ranks, replicas, microbatches, schedule, recompute = layout
     results = train(
         samples,
@@ -189,7 +191,7 @@ def test_equals_the_plain_loop(layout):
     ],
     ids=lambda layout: "-".join(map(str, layout)),
 )
-def test_normalises_over_replicas(layout):
+def test_batchnorm_normalises_over_replicas(layout):
     samples, ranks, replicas, microbatches, schedule, recompute = layout
     results = train(
         samples,
@@ -209,7 +211,7 @@ def test_normalises_over_replicas(layout):
 
 
 @pytest.mark.slow
-def test_normalises_over_processes(processes, tmp_path):
+def test_batchnorm_normalises_over_processes(processes, tmp_path):
     def run(size, body):
         return processes(size, lambda rank: body(None), tmp_path)
 
@@ -223,12 +225,12 @@ def test_normalises_over_processes(processes, tmp_path):
     assert_plain_training(9, results, 4, together)
 
 
-def test_an_empty_microbatch_is_refused_by_number():
+def test_empty_microbatch_raises_error_with_its_number():
     with pytest.raises(DataError, match=r"replica 1: .* got none in micro-batch 2; use larger"):
         train(5, 1, 2, microbatches=3, normalise_over_replicas=True)
 
 
-def test_without_batchnorm_empty_microbatches_are_welcome():
+def test_empty_microbatch_is_allowed_without_batchnorm():
     layers = [nn.Flatten(), nn.Linear(32, 3)]
 
     def body(world):
@@ -246,7 +248,7 @@ def test_without_batchnorm_empty_microbatches_are_welcome():
     assert run_on_threads(2, body) == [3.0, 3.0]
 
 
-def test_one_value_per_channel_is_refused_by_name():
+def test_one_value_per_channel_raises_error_naming_the_layer():
     expected = (
         r"rank 1, stage 1, micro-batch 2.*ModelError: layers\.5 \(BatchNorm1d\): expected at least "
         r"2 values per channel to normalise, got a micro-batch of shape \(1, 6\); use larger"
@@ -255,7 +257,7 @@ def test_one_value_per_channel_is_refused_by_name():
         train(5, 2, microbatches=3, partition=[4, 4])
 
 
-def test_what_is_converted_is_known_on_every_rank_and_logged_once(caplog):
+def test_converted_layers_are_known_on_all_ranks_and_logged_once(caplog):
     class Own(nn.BatchNorm2d):
         pass
 
@@ -268,13 +270,13 @@ def test_what_is_converted_is_known_on_every_rank_and_logged_once(caplog):
     with caplog.at_level("INFO", logger="gpipe_hpc"):
         found = run_on_threads(3, body)
     assert found == [(("layers.0", "layers.2.1"), ("layers.1 (Own)",))] * 3
-    told = [r.getMessage() for r in caplog.records if r.name == "gpipe_hpc.pipeline"]
-    assert len(told) == 2
-    assert told[0] == "BatchNorm over micro-batches: layers.0, layers.2.1"
-    assert told[1].startswith("layers.1 (Own): left as they are")
+    messages = [r.getMessage() for r in caplog.records if r.name == "gpipe_hpc.pipeline"]
+    assert len(messages) == 2
+    assert messages[0] == "BatchNorm over micro-batches: layers.0, layers.2.1"
+    assert messages[1].startswith("layers.1 (Own): left as they are")
 
 
-def test_a_checkpoint_keeps_the_statistics(tmp_path):
+def test_checkpoint_contains_running_statistics(tmp_path):
     made = model()
     inputs, targets = batches(8)[0]
 
@@ -296,7 +298,7 @@ def test_a_checkpoint_keeps_the_statistics(tmp_path):
     assert loaded["layers.3.norm.num_batches_tracked"] == 1
 
 
-def test_a_frozen_layer_keeps_its_statistics():
+def test_layer_in_eval_mode_keeps_its_statistics():
     made = model()
     made[2].norm.eval()
     inputs, targets = batches(8)[0]
@@ -314,8 +316,8 @@ def test_a_frozen_layer_keeps_its_statistics():
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_under_autocast(recompute):
-    """The plain loop under autocast, by micro-batch; one layer, so that pooling is its only use."""
+def test_autocast_training_equals_plain_loop(recompute):
+    """The reference is a plain loop over micro-batches under autocast."""
     layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Flatten(), nn.Linear(16, 3))]
     inputs, targets = (each.float() for each in batches(6)[0])
     plain = nn.Sequential(*copy.deepcopy(layers))
@@ -352,7 +354,7 @@ def test_under_autocast(recompute):
     assert torch.allclose(buffers["layers.1.running_var"], variance, rtol=1e-4)
 
 
-def test_statistics_that_layers_share_are_refused_unless_they_are_frozen():
+def test_shared_batchnorm_raises_error_unless_in_eval_mode():
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(norm, nn.Linear(4, 4), norm)
     with pytest.raises(ModelError, match=r"layers\.2 \(BatchNorm1d\): .* as in layers\.0, "):

@@ -1,7 +1,7 @@
-"""BatchNorm inside a layer's own `torch.utils.checkpoint`: one batch a step, as without it.
+"""BatchNorm within a layer's own `torch.utils.checkpoint` counts one batch per step.
 
-What runs again within a backward, where nothing of ours is bound to the thread, once counted every
-micro-batch for a batch (five where one was).
+Regression: the layer's recomputation in the backward counted each micro-batch as a batch (five
+instead of one), because it runs outside of gpipe_hpc's per-thread context.
 """
 
 import pytest
@@ -16,7 +16,7 @@ SAMPLES, MICROBATCHES = 12, 3
 
 
 class Checkpointed(nn.Module):
-    """Run the inner layers under torch's own recomputation."""
+    """Run the inner layers under `torch.utils.checkpoint`, or directly if `reentrant` is None."""
 
     def __init__(self, reentrant, **options):
         super().__init__()
@@ -32,7 +32,7 @@ class Checkpointed(nn.Module):
 
 
 class SelfDifferentiating(nn.Module):
-    """Use the gradient of what it checkpoints, so that it is run again within the forward."""
+    """Add the gradient of a checkpointed layer, which is thus recomputed within the forward."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -46,7 +46,7 @@ class SelfDifferentiating(nn.Module):
 
 
 def train(reentrant, recompute, schedule="gpipe", replicas=1, kind=Checkpointed, **options):
-    """Return losses, gradients and buffers of two steps, of all ranks together."""
+    """Train for two steps; return losses, gradients and buffers merged over all ranks."""
     torch.manual_seed(0)
     made = nn.ModuleList([nn.Linear(4, 4), kind(reentrant), nn.Linear(4, 4), kind(reentrant)])
     settings = {"schedule": schedule, "recompute": recompute, "replicas": replicas, **options}
@@ -68,8 +68,8 @@ def train(reentrant, recompute, schedule="gpipe", replicas=1, kind=Checkpointed,
     ("always", "except_last", "never"),
     ("gpipe", "one_f_one_b", "zb_h1"),
 )
-def test_counts_one_batch_a_step(reentrant, recompute, schedule):
-    """The same layers without their own checkpoint are the reference; see test_batchnorm.py."""
+def test_checkpointed_batchnorm_counts_one_batch_per_step(reentrant, recompute, schedule):
+    """The reference is the same layers without a checkpoint, tested in test_batchnorm.py."""
     ours = train(reentrant, recompute, schedule)
     assert_close(ours, train(None, "never"), 1e-10)
     counts = [b.item() for name, b in ours.buffers.items() if name.endswith("num_batches_tracked")]
@@ -78,8 +78,8 @@ def test_counts_one_batch_a_step(reentrant, recompute, schedule):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_runs_again_with_the_statistics_of_all_replicas(reentrant, recompute):
-    """What ran again normalised its own replica's samples alone."""
+def test_recomputation_uses_the_statistics_of_all_replicas(reentrant, recompute):
+    """Regression: the recomputation normalised the samples of its own replica only."""
     options = {"replicas": 2, "normalise_over_replicas": True}
     ours = train(reentrant, recompute, **options)
     assert_close(ours, train(None, "never", **options), 1e-10)
@@ -87,14 +87,13 @@ def test_runs_again_with_the_statistics_of_all_replicas(reentrant, recompute):
 
 @pytest.mark.parametrize("reentrant", [False])
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_a_layer_that_differentiates_itself(reentrant, recompute):
-    """Its checkpoint runs again amid the forward, while reports are taken."""
+def test_self_differentiating_layer_equals_layer_without_checkpoint(reentrant, recompute):
+    """The checkpoint is recomputed within the forward, while reports are collected."""
     ours = train(reentrant, recompute, kind=SelfDifferentiating)
     assert_close(ours, train(None, "never", kind=SelfDifferentiating), 1e-10)
 
 
-def test_outside_of_a_step_the_layer_is_torchs():
-    """A layer of a pipeline that its owner runs himself, between steps, counts as ever."""
+def test_layer_called_by_the_user_between_steps_counts_a_batch():
 
     def body(world):
         layers = [nn.Linear(4, 4), nn.BatchNorm1d(4)]

@@ -1,4 +1,4 @@
-"""Running statistics of one stage: pooled over micro-batches and copies, updated once a step."""
+"""Running statistics of one stage: pooled over micro-batches and replicas, updated once a step."""
 
 import copy
 
@@ -26,7 +26,7 @@ def forward(model, statistics, microbatch, value):
 
 
 def update(plain, whole):
-    """Update the buffers of a plain layer as one batch `whole` would."""
+    """Update the buffers of a plain layer as a forward of the batch `whole` does."""
     dims = [d for d in range(whole.dim()) if d != 1]
     plain.num_batches_tracked += 1
     share = plain.momentum or 1 / float(plain.num_batches_tracked)
@@ -34,7 +34,7 @@ def update(plain, whole):
     plain.running_var.lerp_(whole.var(dims), share)
 
 
-def ours(momentum=0.1):
+def make_layers(momentum=0.1):
     model = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64, momentum=momentum))
     plain = copy.deepcopy(model[0])
     convert_batchnorm(model)
@@ -48,10 +48,10 @@ def assert_same_buffers(layer, plain):
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 4])
-def test_a_step_is_one_update(num_microbatches, momentum):
-    model, statistics, plain = ours(momentum)
+def test_step_equals_one_update_with_the_whole_batch(num_microbatches, momentum):
+    model, statistics, plain = make_layers(momentum)
     assert len(statistics) == 1
-    torchs = copy.deepcopy(plain)
+    torch_layer = copy.deepcopy(plain)
     for step in range(5):
         whole = batch(5, step)
         statistics.clear()
@@ -61,15 +61,15 @@ def test_a_step_is_one_update(num_microbatches, momentum):
         statistics.start_reduction(SoloGroup(0))
         statistics.finish()
         update(plain, whole)
-        torchs(whole)  # the first layer's own inputs do not depend on the cut
+        torch_layer(whole)  # the inputs of the first layer do not depend on the split
     assert_same_buffers(model[0], plain)
-    assert_same_buffers(model[0], torchs)
+    assert_same_buffers(model[0], torch_layer)
     assert model[0].num_batches_tracked == 5
 
 
-def test_copies_agree_to_the_bit():
+def test_statistics_of_replicas_are_bitwise_equal():
     def body(world):
-        model, statistics, plain = ours()
+        model, statistics, plain = make_layers()
         group = world.group([(0, 1, 2)])
         for step in range(3):
             whole = batch(7, step)
@@ -87,8 +87,8 @@ def test_copies_agree_to_the_bit():
         assert all(torch.equal(state[name], value) for name, value in first.items())
 
 
-def test_unused_and_skipped_keep_what_they_have():
-    model, statistics, plain = ours()
+def test_unused_layer_and_skipped_step_keep_the_statistics():
+    model, statistics, plain = make_layers()
     statistics.clear()
     statistics.start_reduction(SoloGroup(0))
     statistics.finish()
@@ -97,12 +97,12 @@ def test_unused_and_skipped_keep_what_they_have():
     statistics.start_reduction(SoloGroup(0))
     statistics.finish(is_kept=False)
     assert_same_buffers(model[0], plain)
-    statistics.finish()  # nothing is left of the skipped step
+    statistics.finish()  # no statistics of the skipped step remain
     assert_same_buffers(model[0], plain)
 
 
-def test_a_layer_called_twice_is_updated_once():
-    layer, statistics, plain = ours()
+def test_layer_called_twice_is_updated_once():
+    layer, statistics, plain = make_layers()
     model = nn.Sequential(layer[0], nn.Identity(), layer[0])
     both = StageStatistics(model)
     assert len(both) == 1
@@ -117,7 +117,7 @@ def test_a_layer_called_twice_is_updated_once():
     assert len(statistics) == 1
 
 
-def test_untracked_and_foreign_layers_have_none():
+def test_untracked_and_other_layers_have_no_statistics():
     model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 3))
     convert_batchnorm(model)
     assert len(StageStatistics(model)) == 0

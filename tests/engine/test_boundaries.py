@@ -1,4 +1,4 @@
-"""What crosses between stages arrives as it was made, whatever made it and whatever carries it."""
+"""Transfers between stages keep lazy views and all dtypes, with both transports."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from gpipe_hpc.schedule import Channel
 from tests.support import batches, square_sum
 
 WIDTH = 4
-both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+both_transports = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
 
 
 class Lazy(nn.Module):
-    """Return a conjugated and a negative view, and zeros; their gradients are such views, too."""
+    """Return a conjugate view, a negative view and zeros, whose gradients are lazy views too."""
 
     def __init__(self):
         super().__init__()
@@ -32,9 +32,9 @@ class Real(nn.Module):
         return z.real * 2 + z.imag + nest["minus"] + nest["nothing"].sum()
 
 
-@both_ways
-def test_lazy_views_cross_between_processes(plain, processes, shares_memory, tmp_path):
-    """isend refused what is conjugated; the bit of a negative view was lost; both are dtypes."""
+@both_transports
+def test_lazy_views_are_transferred_between_processes(plain, processes, shares_memory, tmp_path):
+    """Regression: isend refused conjugate views, and the negative bit of a view was lost."""
     linear = nn.Linear, (WIDTH, WIDTH, True, None, torch.float64)
     recipes = [plain.Recipe(Lazy, ()), plain.Recipe(Real, ()), plain.Recipe(*linear)]
     data = batches(2)
@@ -68,26 +68,26 @@ DTYPES = [
 ]
 
 
-@both_ways
-def test_every_dtype_crosses_between_processes(processes, shares_memory, tmp_path):
-    """Posted ahead and late, by its bits."""
-    there = PlacedChannel(Channel(0, 1, 0), source_rank=0, destination_rank=1, tag=0)
-    bits = torch.arange(32, dtype=torch.uint8).clamp(max=1)  # of bools, these are the values
+@both_transports
+def test_every_dtype_is_transferred_between_processes(processes, shares_memory, tmp_path):
+    """Compares the bits of three messages of one channel."""
+    channel = PlacedChannel(Channel(0, 1, 0), source_rank=0, destination_rank=1, tag=0)
+    bits = torch.arange(32, dtype=torch.uint8).clamp(max=1)  # the valid bytes of bools
 
     def body(rank):
         world = start_world(shares_memory=shares_memory)
-        transport = world.transport([there])
-        arrived = []
+        transport = world.transport([channel])
+        received = []
         for _ in range(3):
             if rank == 1:
-                transport.post(there, "training", 0)
-                nest = transport.wait(there, "training", 0).nest
-                arrived += [[str(t.dtype), t.view(torch.uint8).tolist()] for t in nest]
+                transport.post(channel, "training", 0)
+                nest = transport.wait(channel, "training", 0).nest
+                received += [[str(t.dtype), t.view(torch.uint8).tolist()] for t in nest]
             else:
                 nest = [bits.view(dtype) for dtype in DTYPES]
-                transport.send(there, "training", 0, nest, 1)
+                transport.send(channel, "training", 0, nest, 1)
             transport.finish()
-        return arrived
+        return received
 
-    _, arrived = processes(2, body, tmp_path)
-    assert arrived == [[str(dtype), bits.tolist()] for dtype in DTYPES] * 3
+    _, received = processes(2, body, tmp_path)
+    assert received == [[str(dtype), bits.tolist()] for dtype in DTYPES] * 3
