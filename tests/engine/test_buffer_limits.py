@@ -1,4 +1,4 @@
-"""State that cannot be kept apart is named: refused where numbers would be wrong, or warned of."""
+"""Layer state that cannot be kept per micro-batch raises an error or logs a warning."""
 
 import copy
 
@@ -21,12 +21,14 @@ def batch(seed=0):
 
 
 def train(
-    layers, ranks=1, steps=2, loss_fn=nn.functional.mse_loss, copied=copy.deepcopy, **options
+    layers, ranks=1, steps=2, loss_fn=nn.functional.mse_loss, copy_layers=copy.deepcopy, **options
 ):
-    """Train; return of each rank the last gradients and the buffers."""
+    """Train; return the last gradients and the buffers of each rank."""
 
     def body(world):
-        pipe = Pipeline(copied(layers), loss_fn, microbatches=MICROBATCHES, world=world, **options)
+        pipe = Pipeline(
+            copy_layers(layers), loss_fn, microbatches=MICROBATCHES, world=world, **options
+        )
         for seed in range(steps):
             pipe.step(*batch(seed))
         return {n: p.grad for n, p in pipe.named_parameters()}, dict(
@@ -37,7 +39,7 @@ def train(
 
 
 class Counting(nn.Linear):
-    """Scale by a plain number that each forward changes."""
+    """Scale the output by a Python number that each forward changes."""
 
     def __init__(self, by=0.1):
         super().__init__(WIDTH, WIDTH)
@@ -49,7 +51,7 @@ class Counting(nn.Linear):
 
 
 class Stateful(nn.Linear):
-    """Add a plain tensor that each forward replaces."""
+    """Add a tensor that is no buffer and that each forward replaces."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -61,30 +63,30 @@ class Stateful(nn.Linear):
         return out
 
 
-def told(caplog):
+def warnings_of(caplog):
     return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("kind", [Counting, Stateful])
 @pytest.mark.parametrize("recompute", ["always", "except_last"])
-def test_state_in_attributes_is_warned_of_once_by_name(caplog, kind, recompute):
-    """Nothing can put a plain attribute back: gradients were of another function, silently."""
+def test_state_in_attributes_logs_one_warning_naming_the_layer(caplog, kind, recompute):
+    """Regression: plain attributes cannot be restored, so gradients were silently wrong."""
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), kind(), nn.Linear(WIDTH, WIDTH)]
     train(layers, recompute=recompute, steps=3)
-    (message,) = told(caplog)
+    (message,) = warnings_of(caplog)
     assert message.startswith(f"layers.2 ({kind.__name__}): gave another output (by ")
     assert "keep in buffers what a forward changes" in message
 
 
 class Graphs(nn.Linear):
-    """Do something else if a graph is made."""
+    """Scale the output differently if gradients are enabled."""
 
     def forward(self, x):
         return super().forward(x) * (2.0 if torch.is_grad_enabled() else 1.0)
 
 
-def test_what_depends_on_whether_a_graph_is_made_is_warned_of(caplog):
-    """The first forward of all makes a graph: with one recomputation a step, step 1 shows none."""
+def test_layer_that_depends_on_grad_mode_logs_warning(caplog):
+    """The first forward builds a graph, so step 1 with its one recomputation cannot show it."""
 
     def body(world):
         layers = [nn.Linear(WIDTH, WIDTH), Graphs(WIDTH, WIDTH)]
@@ -93,13 +95,13 @@ def test_what_depends_on_whether_a_graph_is_made_is_warned_of(caplog):
             pipe.step(*batch(seed))
 
     run_on_threads(1, body)
-    (message,) = told(caplog)
+    (message,) = warnings_of(caplog)
     assert message.startswith("layers.1 (Graphs): gave another output (by ")
 
 
-def test_two_such_layers_on_two_ranks_are_both_named(caplog):
+def test_stateful_layers_of_two_ranks_are_both_named(caplog):
     train([Counting(), Counting()], ranks=2, recompute="always")
-    assert sorted(message.split(":")[0] for message in told(caplog)) == [
+    assert sorted(message.split(":")[0] for message in warnings_of(caplog)) == [
         "layers.0 (Counting)",
         "layers.1 (Counting)",
     ]
@@ -107,8 +109,8 @@ def test_two_such_layers_on_two_ranks_are_both_named(caplog):
 
 @pytest.mark.parametrize("layer", [Counting(by=0), nn.Dropout(), nn.MultiheadAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_layers_that_do_the_same_again_are_not_warned_of(caplog, layer, dtype):
-    """Nor are those whose kernels round otherwise with a graph than without."""
+def test_repeatable_layer_logs_no_warning(caplog, layer, dtype):
+    """This includes layers whose kernels round differently with a graph than without."""
     if layer is nn.MultiheadAttention:
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 8)
     layers = [part.to(dtype) for part in (nn.Linear(WIDTH, WIDTH), layer, nn.GELU())]
@@ -118,16 +120,16 @@ def test_layers_that_do_the_same_again_are_not_warned_of(caplog, layer, dtype):
         pipe.step(*batch().to(dtype))
 
     run_on_threads(1, body)
-    assert told(caplog) == []
+    assert warnings_of(caplog) == []
 
 
-def test_nobody_is_warned_where_nothing_is_recomputed(caplog):
+def test_stateful_layer_logs_no_warning_without_recomputation(caplog):
     train([Counting()], recompute="never")
-    assert told(caplog) == []
+    assert warnings_of(caplog) == []
 
 
 class CountingLoss(nn.Module):
-    """Weigh the loss by a buffer that each call changes."""
+    """Multiply the loss by a buffer that each call changes."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +142,7 @@ class CountingLoss(nn.Module):
 
 @pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-def test_a_loss_with_state_changes_it_once_a_microbatch(recompute, schedule):
+def test_loss_buffer_changes_once_per_microbatch(recompute, schedule):
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     plain, plain_loss = copy.deepcopy(layers), CountingLoss()
     for seed in range(2):
@@ -155,7 +157,7 @@ def test_a_loss_with_state_changes_it_once_a_microbatch(recompute, schedule):
         assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_loss_with_state_of_another_kind_is_warned_of(caplog):
+def test_loss_with_python_state_logs_warning(caplog):
     calls = []
 
     def loss_fn(output, target):
@@ -163,12 +165,12 @@ def test_a_loss_with_state_of_another_kind_is_warned_of(caplog):
         return (output - target).square().mean() * len(calls)
 
     train([nn.Linear(WIDTH, WIDTH)], loss_fn=loss_fn, recompute="always")
-    (message,) = told(caplog)
+    (message,) = warnings_of(caplog)
     assert message.startswith("loss_fn (loss_fn): gave another output")
 
 
 class Average(nn.Linear):
-    """Keep an average, also in evaluation."""
+    """Subtract a running average that is also updated in evaluation."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -179,7 +181,7 @@ class Average(nn.Linear):
         return super().forward(x - self.average)
 
 
-def test_evaluation_changes_buffers_as_in_plain_torch():
+def test_prediction_changes_buffers_as_in_plain_torch():
     layers = [Average(), nn.Tanh()]
     plain = nn.Sequential(*copy.deepcopy(layers))
     inputs, targets = batch()
@@ -203,7 +205,7 @@ def test_evaluation_changes_buffers_as_in_plain_torch():
 
 
 class LateAndLarge(nn.Linear):
-    """Begin to move a large buffer in the second step."""
+    """Change a large buffer from the second step on."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -219,15 +221,15 @@ class LateAndLarge(nn.Linear):
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_large_buffer_that_begins_to_move_late_is_refused_by_name(recompute, offload):
-    """Nothing is silently wrong, even where autograd's own check is out of play (offload)."""
+def test_large_buffer_that_changes_late_raises_error_naming_it(recompute, offload):
+    """With offloading, autograd's own check does not detect the change."""
     expected = r"layers\.0 \(LateAndLarge\): buffer queue .* for the first time .* add_\(0\)"
     with pytest.raises(ActionError, match=expected):
         train([LateAndLarge()], recompute=recompute, offload=offload)
 
 
 class Aliased(nn.Linear):
-    """Read by an attribute what is written by name."""
+    """Read through an attribute the buffer that is written through its name."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -240,7 +242,7 @@ class Aliased(nn.Linear):
 
 
 class WrittenByAlias(Aliased):
-    """Write by an attribute what is read by name; the attribute is no tensor of the module."""
+    """Write through a list the buffer that is read through its name."""
 
     def __init__(self):
         super().__init__()
@@ -253,14 +255,15 @@ class WrittenByAlias(Aliased):
 
 
 @pytest.mark.parametrize("kind", [Aliased, WrittenByAlias])
-def test_a_buffer_held_twice_is_refused(kind):
+def test_aliased_buffer_raises_error(kind):
     expected = rf"layers\.0 \({kind.__name__}\): buffer scale .* use self\.scale itself"
     with pytest.raises(ActionError, match=expected):
-        train([kind()], recompute="always", copied=list)  # copies would hold them apart
+        # Not copied, so that both names share memory.
+        train([kind()], recompute="always", copy_layers=list)
 
 
 class WithGraph(nn.Linear):
-    """Move a buffer only where gradients are enabled."""
+    """Change a buffer only if gradients are enabled."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -272,27 +275,27 @@ class WithGraph(nn.Linear):
         return super().forward(x - self.average)
 
 
-def test_a_buffer_that_only_a_recomputation_would_change_is_refused():
+def test_buffer_changed_only_by_recomputation_raises_error():
     with pytest.raises(ActionError, match=r"layers\.0 \(WithGraph\): buffer average was changed"):
         train([WithGraph()], recompute="always")
 
 
 class CheckpointedAverage(Average):
-    """Run everything under torch's own recomputation."""
+    """Run the forward under `torch.utils.checkpoint`."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def test_a_buffer_that_a_layers_own_checkpoint_changes_again_is_named(caplog):
+def test_buffer_changed_again_by_own_checkpoint_logs_warning(caplog):
     train([nn.Linear(WIDTH, WIDTH), CheckpointedAverage()], recompute="never")
-    (message,) = told(caplog)
+    (message,) = warnings_of(caplog)
     assert message.startswith("layers.1 (CheckpointedAverage): buffer average was changed in a")
 
 
 @pytest.mark.parametrize("memory_bytes", [1080, 1150, 1300])
-def test_with_a_budget_of_memory(memory_bytes):
-    """Some layers of a stage are recomputed, others not."""
+def test_memory_budget_keeps_gradients_and_buffers(memory_bytes):
+    """Some layers of a stage are recomputed, others are not."""
     torch.manual_seed(0)
     layers = [part for _ in range(3) for part in (Average(), nn.Tanh())]
     options = {"recompute": "budget", "example": tuple(b[:2] for b in batch())}
@@ -305,14 +308,14 @@ def test_with_a_budget_of_memory(memory_bytes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_compiled_and_in_bfloat16(recompute):
+def test_buffers_do_not_depend_on_recompute_if_compiled_or_bfloat16(recompute):
     torch.manual_seed(0)
     layers = [part for _ in range(2) for part in (Average(), nn.Tanh())]
     for options in ({"compile": "aot_eager"}, {"precision": "bfloat16"}):
-        ((_, once),) = train(layers, recompute=recompute, **options)
+        ((_, buffers),) = train(layers, recompute=recompute, **options)
         ((_, plain),) = train(layers, recompute="never", **options)
-        for name, buffer in once.items():
+        for name, buffer in buffers.items():
             assert torch.equal(buffer, plain[name]), name
         expected = plain if "precision" in options else train(layers, recompute="never")[0][1]
-        for name, buffer in once.items():
+        for name, buffer in buffers.items():
             assert torch.allclose(buffer, expected[name], rtol=1e-5), name

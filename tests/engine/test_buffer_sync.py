@@ -1,4 +1,4 @@
-"""Buffers that forwards change, on replicas and in mirrored placements: equal after each step."""
+"""Buffers that forwards change are equal on replicas and mirrored stages after each step."""
 
 import logging
 from functools import partial
@@ -36,7 +36,7 @@ class Averaging(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.5)
-                self.hidden = self.hidden + 1  # another tensor stands in its place
+                self.hidden = self.hidden + 1  # another tensor, instead of a change in place
                 self.num_forwards += 1
                 self.num_samples += len(x)
         return x + self.linear(x - self.mean.to(x.dtype))
@@ -69,8 +69,8 @@ def step(pipe, data):
     return step_only(pipe, data).loss
 
 
-def holders(ranks):
-    """Return the buffers of all ranks as lists of copies, by name."""
+def tensors_by_name(ranks):
+    """Return the buffers of all ranks by name, each as a list with one tensor per rank."""
     found = {}
     for each in ranks:
         for name, buffer in each.items():
@@ -78,8 +78,8 @@ def holders(ranks):
     return found
 
 
-def all_equal(copies):
-    return all(torch.equal(copies[0], other) for other in copies[1:])
+def all_equal(tensors):
+    return all(torch.equal(tensors[0], other) for other in tensors[1:])
 
 
 LAYOUTS = {
@@ -94,28 +94,28 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("policy", ["average", "first"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_copies_are_equal_after_every_step(layout, policy):
-    """They drifted apart from the first step on, and a checkpoint kept one of them."""
+def test_replicated_buffers_are_equal_after_every_step(layout, policy):
+    """Regression: replicas diverged from the first step on, and a checkpoint stored one of them."""
     size, settings = LAYOUTS[layout]
 
     def body(world):
         pipe = make(world, buffers=policy, **settings)
-        seen = []
+        buffers = []
         for number in range(3):
             step(pipe, batch(12, number))
-            seen.append(buffers_of(pipe))
-        return seen
+            buffers.append(buffers_of(pipe))
+        return buffers
 
     ranks = run_on_threads(size, body)
     for number in range(3):
-        found = holders(rank[number] for rank in ranks)
-        assert all(len(copies) > 1 and all_equal(copies) for copies in found.values())
+        found = tensors_by_name(rank[number] for rank in ranks)
+        assert all(len(tensors) > 1 and all_equal(tensors) for tensors in found.values())
         assert found["layers.0.mean"][0].abs().max() > 0
     assert found["layers.0.hidden"][0] > ranks[0][0]["layers.0.hidden"]
 
 
-def test_the_average_weighs_samples():
-    """Two replicas with 5 and 4 samples; what is compared is a loop over each one's."""
+def test_average_is_weighted_by_samples():
+    """Two replicas have 5 and 4 samples; the reference averages the means of both."""
 
     def body(world):
         pipe = make(world, num_layers=1, replicas=2, microbatches=1)
@@ -132,8 +132,8 @@ def test_the_average_weighs_samples():
 
 
 @pytest.mark.parametrize("policy", ["average", "first"])
-def test_a_holder_that_saw_nothing_has_no_say(policy):
-    """With one micro-batch the other way of Chimera runs none; one sample reaches one replica."""
+def test_rank_without_samples_does_not_affect_buffers(policy):
+    """One direction of Chimera has no micro-batch; one of two replicas gets no sample."""
 
     def mirrored(world):
         pipe = make(world, stages=2, schedule="chimera", microbatches=1, buffers=policy)
@@ -148,13 +148,16 @@ def test_a_holder_that_saw_nothing_has_no_say(policy):
         pipe.step(*(data if world.rank else [each[:0] for each in data]))
         return buffers_of(pipe)
 
-    for found in (holders(run_on_threads(2, mirrored)), holders(run_on_threads(2, replicas))):
-        assert all(len(copies) == 2 and all_equal(copies) for copies in found.values())
+    for found in (
+        tensors_by_name(run_on_threads(2, mirrored)),
+        tensors_by_name(run_on_threads(2, replicas)),
+    ):
+        assert all(len(tensors) == 2 and all_equal(tensors) for tensors in found.values())
         assert torch.isfinite(found["layers.0.mean"][0]).all()
         assert found["layers.0.num_forwards"][0] == 1
 
 
-def test_each_leaves_them_and_says_so_and_a_checkpoint_keeps_the_first(
+def test_policy_each_logs_warning_and_checkpoint_stores_first_replica(
     caplog, tmp_path, stored_tensors
 ):
     def body(world):
@@ -166,8 +169,8 @@ def test_each_leaves_them_and_says_so_and_a_checkpoint_keeps_the_first(
 
     first, second = run_on_threads(2, body)
     assert not torch.equal(first["layers.0.mean"], second["layers.0.mean"])
-    said = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    (text,) = [each for each in said if "buffers that forwards change" in each]
+    messages = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    (text,) = [each for each in messages if "buffers that forwards change" in each]
     names = ("mean", "hidden", "num_forwards", "num_samples")
     assert all(f"layers.{layer}.{name}" in text for layer in (0, 1) for name in names)
     assert "left as they are on each of the 2 ranks" in text and "constant" not in text
@@ -177,7 +180,7 @@ def test_each_leaves_them_and_says_so_and_a_checkpoint_keeps_the_first(
             assert torch.equal(stored[f"model.{name}"], buffer), name
 
 
-def test_what_has_no_average_is_said_once_where_it_differs(caplog):
+def test_averaged_and_differing_buffers_are_logged_once(caplog):
     caplog.set_level(logging.INFO, "gpipe_hpc.pipeline")
 
     def body(world):
@@ -186,16 +189,16 @@ def test_what_has_no_average_is_said_once_where_it_differs(caplog):
             step(pipe, batch(9, number))
 
     run_on_threads(2, body)
-    said = [r.message for r in caplog.records if "buffers that forwards change" in r.message]
-    assert len(said) == 2
-    (mean,) = [text for text in said if "are averaged over the 2 ranks" in text]
-    (count,) = [text for text in said if "have no average" in text]
+    messages = [r.message for r in caplog.records if "buffers that forwards change" in r.message]
+    assert len(messages) == 2
+    (mean,) = [text for text in messages if "are averaged over the 2 ranks" in text]
+    (count,) = [text for text in messages if "have no average" in text]
     assert "layers.0.hidden, layers.0.mean " in mean
     assert "layers.0.num_samples differ" in count and "num_forwards" not in count
 
 
-def test_a_device_is_not_waited_for_to_say_what_differs(caplog):
-    """The host waited for each such buffer in each step; it is said once the values have come."""
+def test_logging_of_differing_buffers_does_not_wait_for_device(caplog):
+    """Regression: the host waited for each such buffer in each step."""
 
     def body(world):
         pipe = make(world, num_layers=1, replicas=2, microbatches=1)
@@ -207,45 +210,45 @@ def test_a_device_is_not_waited_for_to_say_what_differs(caplog):
 
     ranks = run_simulated(2, body).results
     assert [waits for waits, _ in ranks] == [[[], []]] * 2
-    assert all(map(all_equal, holders(buffers for _, buffers in ranks).values()))
-    said = [r.message for r in caplog.records if "have no average" in r.message]
-    (text,) = said
+    assert all(map(all_equal, tensors_by_name(buffers for _, buffers in ranks).values()))
+    messages = [r.message for r in caplog.records if "have no average" in r.message]
+    (text,) = messages
     assert "layers.0.num_samples differ between the 2 ranks" in text and "num_forwards" not in text
 
 
-def said_of(caplog):
+def messages_of(caplog):
     return [r.message for r in caplog.records if "have no average" in r.message]
 
 
-def left_by(caplog, end):
-    """Return what had been said of a last step on a device before `end(pipe)`, and behind it."""
+def messages_around(caplog, end):
+    """Return the messages on differing buffers after a step, before and after `end(pipe)`."""
 
     def body(world):
         pipe = make(world, num_layers=1, replicas=2, microbatches=1)
         step_only(pipe, batch(9, 0))
         world.world_group.all_reduce(torch.zeros(1))
-        before = said_of(caplog)
+        before = messages_of(caplog)
         world.world_group.all_reduce(torch.zeros(1))
         end(pipe)
         return before
 
     before, _ = run_simulated(2, body).results
-    return before, said_of(caplog)
+    return before, messages_of(caplog)
 
 
-def test_what_the_last_step_finds_is_said_with_a_checkpoint(caplog, tmp_path):
-    """It was never said: the next step would have."""
-    before, after = left_by(caplog, lambda pipe: pipe.save(tmp_path / "kept"))
+def test_checkpoint_logs_differences_of_last_step(caplog, tmp_path):
+    """Regression: only a further step logged them."""
+    before, after = messages_around(caplog, lambda pipe: pipe.save(tmp_path / "kept"))
     assert not before and "layers.0.num_samples differ" in after[0]
 
 
-def test_what_the_last_step_finds_is_said_where_somebody_asks(caplog):
-    before, after = left_by(caplog, lambda pipe: pipe.log_pending())
+def test_log_pending_logs_differences_of_last_step(caplog):
+    before, after = messages_around(caplog, lambda pipe: pipe.log_pending())
     assert not before and "layers.0.num_samples differ" in after[0]
 
 
 class Event:
-    """Of a device, which comes to it when `is_done` is set, or never."""
+    """Device event that is done once `is_done` is set; it must not be waited for."""
 
     def __init__(self, is_done=False):
         self.is_done = is_done
@@ -258,21 +261,21 @@ class Event:
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_the_end_waits_for_no_device(caplog, is_done):
-    """A pipeline is dropped, after a failure maybe: what is known by then is said."""
+def test_deletion_logs_known_differences_without_waiting(caplog, is_done):
+    """A pipeline may be dropped after a failure, when the device never finishes."""
     owner, event = Averaging(), Event()
-    sayings = DivergenceReporter(SoloGroup(0), 0)
-    sayings.ends_with(owner)
-    sayings.compare(["layers.0.count"], AsyncHostTensor(torch.ones(1), event), 0)
-    sayings.log_arrived()
-    assert not said_of(caplog)
+    reporter = DivergenceReporter(SoloGroup(0), 0)
+    reporter.ends_with(owner)
+    reporter.compare(["layers.0.count"], AsyncHostTensor(torch.ones(1), event), 0)
+    reporter.log_arrived()
+    assert not messages_of(caplog)
     event.is_done = is_done
     del owner
-    assert len(said_of(caplog)) == is_done
+    assert len(messages_of(caplog)) == is_done
 
 
-class Aside(nn.Module):
-    """Keeps a mean and a count on the device, and others of the host."""
+class OnHostAndDevice(nn.Module):
+    """Keep a mean and a count on the device, and another mean and count on the host."""
 
     def __init__(self):
         super().__init__()
@@ -280,11 +283,11 @@ class Aside(nn.Module):
         for place in ("there", "here"):
             self.register_buffer(f"mean_{place}", torch.zeros(WIDTH, dtype=torch.float64))
             self.register_buffer(f"count_{place}", torch.zeros((), dtype=torch.int64))
-        self.is_aside = False
+        self.has_moved = False
 
     def forward(self, x):
-        if not self.is_aside:
-            self.is_aside = True  # moving a layer to its device would take them along
+        if not self.has_moved:
+            self.has_moved = True  # not in __init__: moving a layer moves its buffers
             self.mean_here = torch.zeros(WIDTH, dtype=torch.float64)
             self.count_here = torch.zeros((), dtype=torch.int64)
         with torch.no_grad():
@@ -296,11 +299,13 @@ class Aside(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["average", "first"])
-def test_buffers_of_the_host_wait_for_none_of_the_device(policy, caplog):
-    """They were packed together: the host waited for the device in each step."""
+def test_host_buffers_do_not_wait_for_device_buffers(policy, caplog):
+    """Regression: both were packed together, so the host waited for the device in each step."""
 
     def body(world):
-        pipe = make(world, Aside, num_layers=1, replicas=2, microbatches=1, buffers=policy)
+        pipe = make(
+            world, OnHostAndDevice, num_layers=1, replicas=2, microbatches=1, buffers=policy
+        )
         waits = []
         for number in range(3):
             data = batch(9, number)
@@ -317,12 +322,12 @@ def test_buffers_of_the_host_wait_for_none_of_the_device(policy, caplog):
     expected = [buffers for _, buffers in run_on_threads(2, body)]
     for (_, buffers), of_cpu in zip(ranks, expected, strict=True):
         assert all(torch.equal(buffers[name], value) for name, value in of_cpu.items())
-    assert ("count_here" in str(said_of(caplog))) == (policy == "average")
+    assert ("count_here" in str(messages_of(caplog))) == (policy == "average")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_equal_copies_stay_as_they_are_to_the_bit(dtype):
-    """Three times a third is one."""
+def test_average_of_equal_buffers_is_bitwise_exact(dtype):
+    """Otherwise the mean of three equal values could differ from them by rounding."""
 
     def body(world):
         pipe = make(world, partial(Averaging, dtype), num_layers=1, replicas=3)
@@ -351,15 +356,15 @@ class Complex(nn.Module):
         return self.linear(x)
 
 
-def test_complex_bool_and_overlapping_buffers():
+def test_complex_bool_and_overlapping_buffers_are_synchronized():
     def body(world):
         pipe = make(world, Complex, num_layers=1, replicas=2)
         step(pipe, batch(8, 0))
         step(pipe, batch(8, 1))
         return buffers_of(pipe)
 
-    found = holders(run_on_threads(2, body))
-    assert all(all_equal(copies) for copies in found.values())
+    found = tensors_by_name(run_on_threads(2, body))
+    assert all(all_equal(tensors) for tensors in found.values())
     pieces = [batch(8, number)[0].tensor_split(2) for number in range(2)]
     sums = [[p.sum() for p in each] for each in pieces]
     expected = sum(sum(each) for each in sums) / 2
@@ -369,7 +374,7 @@ def test_complex_bool_and_overlapping_buffers():
 
 
 class Growing(nn.Module):
-    """Keep the last input, whatever its shape, and make a buffer in the first forward."""
+    """Store the last input of any shape, and register a buffer in the first forward."""
 
     def __init__(self):
         super().__init__()
@@ -384,14 +389,14 @@ class Growing(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["average", "first", "each"])
-def test_buffers_of_other_shapes_and_new_ones(policy, caplog):
-    """Sizes that differ between holders would hang or kill a collective."""
+def test_new_buffers_and_unequal_shapes_do_not_block_training(policy, caplog):
+    """Otherwise sizes that differ between ranks would block or abort a collective."""
 
     def body(world):
         pipe = make(world, Growing, num_layers=1, replicas=2, buffers=policy)
         seen = []
         for size in (5, 5, 8, 3):
-            # The second replica's first input makes no buffer.
+            # The first input of the second replica registers no buffer.
             data = [torch.full((size, WIDTH), 2.0).double() for _ in range(2)]
             part = pipe.share(size)
             sign = -1 if world.rank and not seen else 1
@@ -401,16 +406,16 @@ def test_buffers_of_other_shapes_and_new_ones(policy, caplog):
 
     ranks = run_on_threads(2, body)
     for number in range(4):
-        found = holders(rank[number] for rank in ranks)
+        found = tensors_by_name(rank[number] for rank in ranks)
         if policy != "each":
             assert all(len(c) == 2 and all_equal(c) for c in found.values()), number
             assert set(found) == {"layers.0.last", "layers.0.made"}
-    said = [r.message for r in caplog.records if "buffers that forwards change" in r.message]
-    assert any("layers.0.last" in text for text in said)
+    messages = [r.message for r in caplog.records if "buffers that forwards change" in r.message]
+    assert any("layers.0.last" in text for text in messages)
 
 
 class Renaming(nn.Module):
-    """Put its buffer under another name in the second step: as many as before."""
+    """Register the buffer under another name in the second step."""
 
     def __init__(self):
         super().__init__()
@@ -426,19 +431,19 @@ class Renaming(nn.Module):
         return self.linear(x)
 
 
-def test_a_buffer_under_another_name_is_found():
+def test_renamed_buffer_is_synchronized():
     def body(world):
         pipe = make(world, Renaming, num_layers=1, replicas=2)
         for seed in range(3):
             step(pipe, batch(4, seed=seed))
         return buffers_of(pipe)
 
-    found = holders(run_on_threads(2, body))
+    found = tensors_by_name(run_on_threads(2, body))
     assert list(found) == ["layers.0.second"] and all_equal(found["layers.0.second"])
 
 
 class Later(nn.Module):
-    """Make two buffers in the first forward; change one of them, and an old one, in all."""
+    """Register two buffers in the first forward; change one of them and an old one in each."""
 
     def __init__(self):
         super().__init__()
@@ -456,8 +461,8 @@ class Later(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["average", "first"])
-def test_buffers_that_were_made_later_are_made_equal_in_every_step(policy):
-    """All ranks know how many flags there are; what comes later has none of its own."""
+def test_buffers_registered_later_are_synchronized_every_step(policy):
+    """The number of change flags is fixed, so buffers registered later have none of their own."""
 
     def body(world):
         pipe = make(world, Later, num_layers=1, replicas=2, buffers=policy)
@@ -469,15 +474,15 @@ def test_buffers_that_were_made_later_are_made_equal_in_every_step(policy):
 
     ranks = run_on_threads(2, body)
     for number in range(4):
-        found = holders(rank[number] for rank in ranks)
+        found = tensors_by_name(rank[number] for rank in ranks)
         assert set(found) == {"layers.0.old", "layers.0.made", "layers.0.still"}
-        assert all(all_equal(copies) for copies in found.values()), number
+        assert all(all_equal(tensors) for tensors in found.values()), number
     assert len({rank[3]["layers.0.made"].sum().item() for rank in ranks}) == 1
     assert ranks[0][3]["layers.0.made"].ne(ranks[0][2]["layers.0.made"]).all()
 
 
-def test_without_changes_nothing_is_sent(monkeypatch):
-    """What tells the holders rides with the flags of used parameters."""
+def test_unchanged_buffers_need_no_extra_collective(monkeypatch):
+    """The change flags are sent together with the flags of used parameters."""
     calls = []
     original = ThreadGroup._contribute
 
@@ -515,7 +520,7 @@ class Still(Bare):
 
 
 class Unequal(nn.Module):
-    """Start with buffers that the seed does not fix."""
+    """Initialise buffers with values that differ between ranks."""
 
     def __init__(self, mark):
         super().__init__()
@@ -528,8 +533,8 @@ class Unequal(nn.Module):
         return self.linear(x)
 
 
-def test_buffers_that_start_unequal_are_those_of_replica_0():
-    """Only those that a checkpoint keeps were made equal."""
+def test_initial_buffers_are_those_of_replica_0():
+    """Regression: only persistent buffers were made equal."""
 
     def body(world):
         pipe = Pipeline([Unequal(1.0 + world.rank)], square_sum, replicas=2, world=world)
@@ -541,7 +546,7 @@ def test_buffers_that_start_unequal_are_those_of_replica_0():
         assert buffers["layers.0.spread"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_an_evaluation_that_changes_buffers_is_settled_with_the_next_step():
+def test_next_step_synchronizes_buffers_changed_by_evaluation():
     class Counts(Bare):
         def __init__(self):
             super().__init__()
@@ -560,18 +565,18 @@ def test_an_evaluation_that_changes_buffers_is_settled_with_the_next_step():
         step(pipe, data)
         return buffers_of(pipe)
 
-    found = holders(run_on_threads(2, body))
+    found = tensors_by_name(run_on_threads(2, body))
     assert all_equal(found["layers.0.num_rows"])
     assert found["layers.0.num_rows"][0].item() == pytest.approx((5 * 5 + 4 * 4) / 9)
 
 
-def test_another_policy_is_refused():
+def test_unknown_policy_raises_error():
     with pytest.raises(ConfigError, match=r"bad buffers, expected one of average, first, each"):
         make(None, buffers="sum")
 
 
-def test_on_real_processes(processes, tmp_path):
-    """Two replicas of two stages over Gloo, one buffer of another shape now and then."""
+def test_buffers_are_synchronized_between_processes(processes, tmp_path):
+    """Two replicas of two stages over Gloo, and a buffer whose shape differs between ranks."""
 
     def body(rank):
         pipe = make(None, stages=2, replicas=2, microbatches=2)
@@ -583,6 +588,6 @@ def test_on_real_processes(processes, tmp_path):
 
     ranks = processes(4, body, tmp_path)
     for number, count in ((0, 2), (1, 4)):
-        found = holders(rank[number] for rank in ranks)
+        found = tensors_by_name(rank[number] for rank in ranks)
         assert all(len(c) == count and all_equal(c) for c in found.values())
         assert len(found) >= 2

@@ -1,4 +1,4 @@
-"""Which buffers of a layer move is learned exactly, whatever stands in them."""
+"""Detection of the buffers that a layer's forwards change, for any values."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ FEW, MANY = 2, SMALL_BYTES // 4
 def layer_with(values):
     layer = nn.Module()
     layer.register_buffer("kept", values)
-    lasting = PersistentBuffers()
-    return layer, LayerBuffers(layer, "layers.0", lasting), lasting
+    persistent = PersistentBuffers()
+    return layer, LayerBuffers(layer, "layers.0", persistent), persistent
 
 
 def forward(buffers, change=lambda: None):
@@ -24,22 +24,22 @@ def forward(buffers, change=lambda: None):
 
 @pytest.mark.parametrize("size", [FEW, MANY])
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf")])
-def test_a_buffer_that_no_forward_changes_does_not_move(size, value):
-    """One with a NaN in it was taken for a moving one: no NaN equals another."""
-    layer, buffers, lasting = layer_with(torch.full((size,), value))
+def test_unchanged_buffer_does_not_count_as_changing(size, value):
+    """Regression: a buffer with a NaN counted as changing, since NaN does not equal NaN."""
+    layer, buffers, persistent = layer_with(torch.full((size,), value))
     own = layer.kept
     for _ in range(2):
         for _ in range(3):
             forward(buffers)
         assert layer.kept is own and not buffers.moving()
-        lasting.settle()
+        persistent.settle()
 
 
 @pytest.mark.parametrize("size", [FEW, MANY])
 @pytest.mark.parametrize("way", ["last value", "transposed"])
-def test_a_write_that_no_version_tells_of_is_seen(size, way):
-    """Through `.data` no version counts it."""
-    layer, buffers, lasting = layer_with(torch.zeros(size // 2, 2))
+def test_write_without_version_change_is_detected(size, way):
+    """Writes through `.data` do not change the tensor's version."""
+    layer, buffers, persistent = layer_with(torch.zeros(size // 2, 2))
 
     def write():
         if way == "last value":
@@ -48,13 +48,13 @@ def test_a_write_that_no_version_tells_of_is_seen(size, way):
             layer.kept.data = (layer.kept.data + 1).t()
 
     forward(buffers)
-    lasting.settle()
+    persistent.settle()
     forward(buffers, write)
     assert buffers.moving()
 
 
 @pytest.mark.parametrize("kind", ["added", "taken away", "another name"])
-def test_places_that_a_forward_adds_or_empties_are_changes(kind):
+def test_added_and_deleted_buffers_count_as_changes(kind):
     layer, buffers, _ = layer_with(torch.zeros(3))
     before = buffers.begin()
     if kind != "added":

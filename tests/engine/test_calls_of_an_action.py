@@ -1,4 +1,4 @@
-"""Few Python calls of ours stand between an action of the table and the layers that it runs."""
+"""Overhead of one action of a schedule, counted in Python calls of gpipe_hpc."""
 
 import os
 import sys
@@ -10,15 +10,15 @@ from torch import nn
 import gpipe_hpc
 from gpipe_hpc import Pipeline, run_on_threads
 
-HOME = os.path.dirname(gpipe_hpc.__file__) + os.sep
-EXECUTOR = HOME + os.path.join("engine", "executor.py")
+PACKAGE = os.path.dirname(gpipe_hpc.__file__) + os.sep
+EXECUTOR = PACKAGE + os.path.join("engine", "executor.py")
 ACTIONS = {"_forward": "F", "_recompute": "R", "_backward": "B"}
 MOST_CALLS, MOST_FILES = 40, 8
 WIDTH, STAGES, MICROBATCHES = 4, 3, 4
 
 
 class Profile:
-    """Collects, of each action that runs on this thread, the functions of ours it calls."""
+    """Profiler that records the gpipe_hpc functions called by each action on this thread."""
 
     def __init__(self):
         self.actions = []
@@ -26,18 +26,18 @@ class Profile:
 
     def __call__(self, frame, event, argument):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(HOME):
+        if event == "call" and code.co_filename.startswith(PACKAGE):
             if self._frame is None and code.co_filename == EXECUTOR and code.co_name in ACTIONS:
                 self._frame = frame
                 self.actions.append((ACTIONS[code.co_name], []))
             if self._frame is not None:
-                self.actions[-1][1].append((code.co_filename[len(HOME) :], code.co_qualname))
+                self.actions[-1][1].append((code.co_filename[len(PACKAGE) :], code.co_qualname))
         elif event == "return" and frame is self._frame:
             self._frame = None
 
 
-def third_step(recompute):
-    """Return the profile of each rank's third step; two layers on each of three stages."""
+def profile_third_step(recompute):
+    """Profile the third step of each rank; each of three stages has two layers."""
 
     def body(world):
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2 * STAGES)]
@@ -59,16 +59,16 @@ def third_step(recompute):
 
 
 def is_waiting(call):
-    """Return whether it looks, again and again, whether another rank has sent something."""
+    """Return whether a call polls for a message of another rank, so that its count varies."""
     file, function = call
     return file == "comm/transport/thread_hub.py" or "wait.<locals>" in function
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_an_action_of_a_plain_stage_takes_few_calls_in_few_files(recompute):
-    """There were 102 calls in 18 files before the first layer of a stage had run."""
+def test_action_of_plain_stage_takes_few_calls_in_few_files(recompute):
+    """Regression: 102 calls in 18 files came before the first layer of a stage."""
     kinds = "FRB" if recompute == "always" else "FB"
-    for stage, actions in enumerate(third_step(recompute)):
+    for stage, actions in enumerate(profile_third_step(recompute)):
         assert sorted(op for op, _ in actions) == sorted(kinds * MICROBATCHES), stage
         for op, calls in actions:
             own = [call for call in calls if not is_waiting(call)]

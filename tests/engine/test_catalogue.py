@@ -1,4 +1,4 @@
-"""What every layer of the catalogue is held to, whatever it does inside."""
+"""Properties of training, evaluation and resuming that hold for each layer of the catalogue."""
 
 import copy
 
@@ -27,7 +27,7 @@ BATCHES = batches(STEPS, SAMPLES, WIDTH, 2)
 
 
 def model(name):
-    """Return layers of a kind among others: at an end, in the middle, two of it in a row."""
+    """Return a model with three layers of a kind: one between others and two in a row."""
     torch.manual_seed(3)
     kinds = [LAYERS[name]().double() for _ in range(3)]
     first, last = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, 2).double()
@@ -35,7 +35,7 @@ def model(name):
 
 
 def train_plain(plain, layers):
-    """Train by a plain loop, one micro-batch after the other, seeded as the formula says."""
+    """Train with a plain loop over micro-batches, seeded by the published formula."""
     layers = nn.ModuleList(copy.deepcopy(layers))
     trained = Trained()
     for step, (inputs, targets) in enumerate(BATCHES):
@@ -79,8 +79,8 @@ LAYOUTS = [
 
 
 @in_turn("name, layout", [*LAYERS], LAYOUTS, each=2, more=2)
-def test_trains_as_the_plain_loop(plain, name, layout):
-    """Losses, gradients and buffers; averages were once moved by R as well."""
+def test_training_equals_plain_loop(plain, name, layout):
+    """Regression: recomputation updated running averages a second time."""
     ranks, options = layout
     layers = model(name)
     found = train_ranks(
@@ -89,12 +89,12 @@ def test_trains_as_the_plain_loop(plain, name, layout):
     assert_close(together(found), train_plain(plain, layers), 1e-10)
 
 
-CHANGING = STATEFUL.keys() | DRAWING.keys()  # a layer of these gives another output each time
+CHANGING = STATEFUL.keys() | DRAWING.keys()  # layers whose output differs between calls
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_looking_changes_nothing_and_gives_what_the_layers_give(name):
-    """Evaluation and prediction leave buffers to the layers, and agree on what comes out."""
+def test_evaluation_and_prediction_agree_and_keep_buffers(name):
+    """Buffers may change only if the layer itself changes them."""
     layers = model(name)
     inputs, targets = BATCHES[0]
 
@@ -111,14 +111,14 @@ def test_looking_changes_nothing_and_gives_what_the_layers_give(name):
             assert name in STATEFUL or torch.equal(after[n], buffer), n
 
 
-# A buffer that its first forward makes is in the checkpoint, and named as not in the new model.
+# A lazy layer registers a buffer in its first forward, so a new model lacks it when it loads.
 KEPT = [name for name in LAYERS if name != "lazy"]
-ITERATED = ("equilibrium", "regularised_equilibrium")  # until a bound that rounding crosses
+# Layers that iterate until a tolerance is reached, so that rounding affects the result.
+ITERATED = ("equilibrium", "regularised_equilibrium")
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_run_resumes_to_the_bit(name, tmp_path):
-    """What a checkpoint keeps of any layer is enough to go on."""
+def test_resumed_run_equals_uninterrupted_run(name, tmp_path):
 
     def body(world):
         def make():

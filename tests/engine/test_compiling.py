@@ -1,6 +1,7 @@
-"""Compiled layers: what uncompiled ones give, in every layout.
+"""Compiled layers give the results of uncompiled ones in every layout.
 
-Fast tests use torch's `aot_eager`, which traces forward and backward but makes no machine code.
+Fast tests use torch's `aot_eager`, which traces forward and backward but generates no machine
+code.
 """
 
 import copy
@@ -30,7 +31,7 @@ class Block(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Reports, stashes, draws and works in place."""
+    """Report a loss, stash a tensor, draw random numbers and work in place."""
 
     def forward(self, x):
         add_loss("size", x.square().sum() * 1e-2)
@@ -68,7 +69,7 @@ def batches(samples):
 
 
 def train(compile, *, layers=MODEL, ranks=2, samples=(8, 11, 7), **options):
-    """Return losses, gradients and buffers of each step, and the loss of an evaluation."""
+    """Train; return losses and gradients of each step, the buffers and an evaluation loss."""
 
     def body(world):
         pipe = Pipeline(
@@ -125,19 +126,19 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
-def test_equals_the_uncompiled(options):
+def test_compiled_training_equals_uncompiled(options):
     near = (2e-2, 2e-2) if "precision" in options else (1e-5, 1e-6)
     assert_near(train("aot_eager", **options), train(False, **options), *near)
 
 
 @pytest.mark.product
-def test_equals_the_uncompiled_as_machine_code():
+def test_training_compiled_to_machine_code_equals_uncompiled():
     options = {"microbatches": 3, "recompute": "always"}
     assert_near(train(True, **options), train(False, **options), 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_masks_are_those_of_the_uncompiled_with_and_without_a_graph(backend):
+def test_dropout_masks_equal_uncompiled_with_and_without_grad(backend):
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.3))
     call = compile_layers({0: layer}, backend)[0]
     value = torch.randn(64, 8)
@@ -154,7 +155,7 @@ def test_masks_are_those_of_the_uncompiled_with_and_without_a_graph(backend):
 
 
 @pytest.mark.slow
-def test_sizes_and_layers_do_not_compile_without_end():
+def test_number_of_compiled_graphs_is_bounded():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     same = {i: nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for i in range(12)}
@@ -171,13 +172,14 @@ def test_sizes_and_layers_do_not_compile_without_end():
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     first = num_graphs([4, 5])
-    # Five kinds of layers, with and without a graph, sizes fixed and free, inputs of the first.
+    # Five kinds of layers, with and without gradients, with fixed and with dynamic sizes, and two
+    # for the inputs of the first layer.
     assert first <= 5 * 2 * 2 + 2
     assert num_graphs([6, 7, 8, 9, 30]) == first
 
 
-def test_stages_of_a_rank_share_what_is_compiled():
-    """Each stage compiled its layers anew: on a GPU virtual stages took 13 % longer than one."""
+def test_stages_of_one_rank_share_compiled_graphs():
+    """Regression: each stage compiled its own graphs; virtual stages took 13 % longer on a GPU."""
 
     def num_graphs(**options):
         torch._dynamo.reset()
@@ -193,11 +195,11 @@ def test_stages_of_a_rank_share_what_is_compiled():
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     virtual = {"schedule": "looped_bfs", "schedule_options": {"stages_per_rank": 4}}
-    # Two: the input of the first layer asks for no gradient.
+    # Two, since the input of the first layer requires no gradient.
     assert num_graphs(**virtual) == num_graphs() == 2
 
 
-def test_names_and_modules_stay():
+def test_compiling_keeps_parameter_names_and_module_types():
     def body(world):
         pipe = Pipeline(copy.deepcopy(MODEL), loss_fn, compile="eager", world=world)
         return [n for n, _ in pipe.named_parameters()], [
@@ -209,7 +211,7 @@ def test_names_and_modules_stay():
     assert kinds[1] is Block
 
 
-def test_what_cannot_work_is_refused(monkeypatch):
+def test_unknown_backend_or_missing_compiler_raises_error(monkeypatch):
     assert chosen_backend(False, CPU) is None
     with pytest.raises(ConfigError, match=r"compile: unknown backend, .*inductor.* got 'fast'"):
         chosen_backend("fast", CPU)
@@ -220,9 +222,9 @@ def test_what_cannot_work_is_refused(monkeypatch):
     assert chosen_backend("aot_eager", CPU) == "aot_eager"
 
 
-def test_a_split_backward_warns(caplog):
+def test_schedule_with_split_backward_logs_warning(caplog):
     layers = [LayerSpec(nn.Linear, 6, 4), LayerSpec(nn.Linear, 4, 3)]
     with caplog.at_level("WARNING", logger="gpipe_hpc"):
         train("eager", layers=layers, schedule="zb_h1", microbatches=2, samples=(4,))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and "W of schedule 'zb_h1' does nothing" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and "W of schedule 'zb_h1' does nothing" in messages[0]
