@@ -13,13 +13,13 @@ TESTS = (
     "tests/engine/test_exactness.py",
     "tests/engine/test_exactness_models.py",
     "tests/engine/test_exactness_random.py",
-    "tests/data_parallel/test_exactness.py::test_two_replicas_are_one_process_to_the_bit",
-    "tests/data_parallel/test_exactness.py::test_each_way_to_sum_is_one_process",
-    "tests/data_parallel/test_exactness.py::test_two_replicas_are_one_process_in_every_schedule",
+    "tests/data_parallel/test_exactness.py::test_two_replicas_are_bitwise_equal_to_one_process",
+    "tests/data_parallel/test_exactness.py::test_each_reduction_strategy_matches_one_process",
+    "tests/data_parallel/test_exactness.py::test_two_replicas_match_one_process_in_every_schedule",
     "tests/data_parallel/test_exactness.py"
-    "::test_four_replicas_are_one_process_but_for_the_order_of_the_sum",
+    "::test_four_replicas_match_one_process_up_to_summation_order",
     "tests/data_parallel/test_exactness.py"
-    "::test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets",
+    "::test_rank_ordered_sums_are_bitwise_equal_for_any_bucket_size",
     "tests/data_parallel/test_exact_choices.py",
 )
 # Reserve for the test that runs when the time ends.

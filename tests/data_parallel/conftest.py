@@ -1,4 +1,4 @@
-"""Fixture `plain` of the engine's tests, for the tests of data parallelism."""
+"""Import the fixture `plain` of the engine tests."""
 
 from tests.engine.conftest import plain
 

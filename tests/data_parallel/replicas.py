@@ -1,4 +1,4 @@
-"""Replicas of a small model, and the plain training loop with which they are compared."""
+"""Replicas of a small model, and a plain training loop to compare them with."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ WIDTH, MICROBATCHES = 4, 4
 
 
 class Block(nn.Module):
-    """Residual block of two linear layers and dropout; its `scale` is used only if `scales`."""
+    """Residual block of two linear layers and dropout. `scale` is used only if `scales`."""
 
     def __init__(self, width, scales):
         super().__init__()
@@ -36,7 +36,7 @@ def specs_of(layers):
 
 
 def make(layers, world, stages, **options):
-    """Return this rank's pipeline of layers that a plain loop can build too."""
+    """Return this rank's pipeline of the given layer recipes."""
     return Pipeline(
         specs_of(layers),
         square_sum,

@@ -1,4 +1,4 @@
-"""Training with compressed gradients: replicas stay equal, nothing is lost, a run goes on."""
+"""Training with compressed gradients: replicas stay equal, no gradient is lost, runs resume."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ WIDTH, ROWS = 6, 16
 NAMES = choices_of(Outer, "compress")[1:]
 
 
-class Sometimes(nn.Module):
-    """A layer of which a second half works only on positive micro-batches."""
+class ConditionalLayer(nn.Module):
+    """A layer whose second half runs only on micro-batches with a positive sum."""
 
     def __init__(self, width):
         super().__init__()
@@ -61,8 +61,8 @@ def gradients(pipe):
     return {name: None if p.grad is None else p.grad.clone() for name, p in named}
 
 
-def owed(pipe):
-    """Return what this rank still owes of each parameter, in units of the summed loss."""
+def residuals_of(pipe):
+    """Return this rank's residual of each parameter, in units of the summed loss."""
     return {
         name.removeprefix("residual.").rpartition(".")[0]: each.clone()
         for name, each in pipe.outer_state().items()
@@ -71,7 +71,7 @@ def owed(pipe):
 
 
 def run(compress, data, ranks=4, stages=2, **options):
-    """Return of each rank: gradients of each step times the loss weight, and what it owes."""
+    """Return for each rank its gradients of each step times the loss weight, and its residuals."""
 
     def body(world):
         pipe = make(world, compress, stages, **options)
@@ -81,7 +81,7 @@ def run(compress, data, ranks=4, stages=2, **options):
             found.append(
                 {n: None if g is None else g * result.weight for n, g in gradients(pipe).items()}
             )
-        return found, owed(pipe)
+        return found, residuals_of(pipe)
 
     return run_on_threads(ranks, body)
 
@@ -92,8 +92,8 @@ def by_replica(ranks, stages):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1", "interleaved", "chimera"])
 @pytest.mark.parametrize("compress", NAMES)
-def test_sent_and_owed_are_the_plain_gradients(compress, schedule):
-    """Over steps without an optimizer, in every kind of schedule, mirrored stages among them."""
+def test_sent_gradients_plus_residuals_equal_uncompressed_gradients(compress, schedule):
+    """Over three steps without an optimizer, with mirrored stages among the schedules."""
     data = batches(3, ROWS, WIDTH)
     plain = run("none", data, schedule=schedule)
     ours = run(compress, data, schedule=schedule)
@@ -102,22 +102,22 @@ def test_sent_and_owed_are_the_plain_gradients(compress, schedule):
         for mine, theirs in zip(first, other, strict=True):
             for a, b in zip(mine[0], theirs[0], strict=True):
                 assert all(torch.equal(a[name], b[name]) for name in a), "replicas differ"
-    held: dict[str, torch.Tensor] = {}
+    residual_sums: dict[str, torch.Tensor] = {}
     for _, residuals in ours:
         for name, each in residuals.items():
-            held[name] = held.get(name, 0) + each
-    assert held and max(each.abs().max() for each in held.values()) > 0
+            residual_sums[name] = residual_sums.get(name, 0) + each
+    assert residual_sums and max(each.abs().max() for each in residual_sums.values()) > 0
     for mine, theirs in zip(ours, plain, strict=True):
         for name in theirs[0][0]:
             whole = sum(each[name] for each in theirs[0])
             sent = sum(each[name] for each in mine[0])
-            torch.testing.assert_close(sent + held[name], whole, rtol=0, atol=1e-9)
+            torch.testing.assert_close(sent + residual_sums[name], whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("compress", NAMES)
-def test_a_parameter_that_nobody_used_keeps_its_residual(compress):
-    """Its gradient is None, so what was sent of it would be lost."""
-    layers = [LayerSpec(Sometimes, WIDTH) for _ in range(2)]
+def test_unused_parameter_keeps_its_residual(compress):
+    """Its gradient is None, so a residual that was sent would be lost."""
+    layers = [LayerSpec(ConditionalLayer, WIDTH) for _ in range(2)]
     ones = torch.ones(ROWS, WIDTH, dtype=torch.float64)
     generator = torch.Generator().manual_seed(2)
     targets = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
@@ -126,20 +126,20 @@ def test_a_parameter_that_nobody_used_keeps_its_residual(compress):
         pipe = make(world, compress, 1, layers=layers)
         name = "layers.0.sometimes.weight"
         step(pipe, (ones, targets))
-        before = owed(pipe)[name]
+        before = residuals_of(pipe)[name]
         step(pipe, (-9 * ones, targets))
-        return gradients(pipe)[name], before, owed(pipe)[name]
+        return gradients(pipe)[name], before, residuals_of(pipe)[name]
 
-    lost = 0.0
+    residual_sum = 0.0
     for gradient, before, after in run_on_threads(2, body):
         assert gradient is None and torch.equal(before, after)
-        lost += before.abs().sum()
-    assert lost > 0
+        residual_sum += before.abs().sum()
+    assert residual_sum > 0
 
 
 @pytest.mark.parametrize("compress", NAMES)
-def test_a_parameter_that_one_replica_used_is_summed(compress):
-    layers = [LayerSpec(Sometimes, WIDTH) for _ in range(2)]
+def test_parameter_used_on_one_replica_is_reduced_without_loss(compress):
+    layers = [LayerSpec(ConditionalLayer, WIDTH) for _ in range(2)]
     inputs = torch.ones(ROWS, WIDTH, dtype=torch.float64)
     inputs[ROWS // 2 :] = -9
     targets = torch.zeros_like(inputs)
@@ -148,24 +148,26 @@ def test_a_parameter_that_one_replica_used_is_summed(compress):
     for name in plain[0][0][0]:
         whole = sum(each[name] for each in plain[0][0])
         sent = sum(each[name] for each in ours[0][0])
-        held = sum(residuals[name] for _, residuals in ours)
-        torch.testing.assert_close(sent + held, whole, rtol=0, atol=1e-9)
+        residual_sum = sum(residuals[name] for _, residuals in ours)
+        torch.testing.assert_close(sent + residual_sum, whole, rtol=0, atol=1e-9)
 
 
-def test_frozen_parameters_change_the_buckets_and_not_what_is_owed():
+def test_frozen_parameter_keeps_its_residual():
+    """Freezing changes the buckets, but not which parameters have residuals."""
+
     def body(world):
         pipe = make(world, "topk", 1, outer={"bucket_bytes": 1e6})
         data = batches(3, ROWS, WIDTH)
         step(pipe, data[0])
-        before = owed(pipe)
+        before = residuals_of(pipe)
         frozen = dict(pipe.named_parameters())["layers.1.weight"]
         frozen.requires_grad_(False)
         step(pipe, data[1])
-        during = owed(pipe)
+        during = residuals_of(pipe)
         assert torch.equal(before["layers.1.weight"], during["layers.1.weight"])
         frozen.requires_grad_(True)
         step(pipe, data[2])
-        return before, during, owed(pipe)
+        return before, during, residuals_of(pipe)
 
     for before, during, after in run_on_threads(2, body):
         assert before.keys() == during.keys() == after.keys()
@@ -173,8 +175,8 @@ def test_frozen_parameters_change_the_buckets_and_not_what_is_owed():
 
 
 @pytest.mark.parametrize("compress", NAMES)
-def test_a_skipped_step_leaves_residuals_as_they_were(compress):
-    """A float16 overflow on one replica: no gradient anywhere, and nothing lost."""
+def test_skipped_step_keeps_residuals(compress):
+    """A float16 overflow on one replica leaves no gradient on any replica."""
 
     def body(world):
         pipe = make(world, compress, 1, precision="float16", dtype=torch.float32)
@@ -193,7 +195,7 @@ def test_a_skipped_step_leaves_residuals_as_they_were(compress):
 
 
 @pytest.mark.parametrize("compress", NAMES)
-def test_a_run_goes_on_to_the_bit(compress, tmp_path):
+def test_resumed_run_is_bitwise_equal(compress, tmp_path):
     data = batches(6, ROWS, WIDTH)
 
     def train(pipe, optimizer, steps):
@@ -211,34 +213,36 @@ def test_a_run_goes_on_to_the_bit(compress, tmp_path):
         pipe, optimizer = build(world)
         train(pipe, optimizer, data[:3])
         pipe.save(tmp_path / "kept", optimizer)
-        return train(pipe, optimizer, data[3:]), owed(pipe)
+        return train(pipe, optimizer, data[3:]), residuals_of(pipe)
 
     def resumed(world):
         pipe, optimizer = build(world)
         pipe.load(tmp_path / "kept", optimizer)
-        return train(pipe, optimizer, data[3:]), owed(pipe)
+        return train(pipe, optimizer, data[3:]), residuals_of(pipe)
 
     unbroken = run_on_threads(4, whole)
-    for (mine, left), (theirs, owes) in zip(run_on_threads(4, resumed), unbroken, strict=True):
+    for (mine, residuals), (theirs, expected) in zip(
+        run_on_threads(4, resumed), unbroken, strict=True
+    ):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-        assert owes and all(torch.equal(left[name], owes[name]) for name in owes)
+        assert expected and all(torch.equal(residuals[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("layout", [(3, 1), (4, 2), (4, 1), (2, 1)])
-def test_other_replicas_take_over_all_that_is_owed(layout, tmp_path):
-    """Nothing is lost: the residuals of all old replicas are divided over the new ones."""
+def test_residuals_are_redistributed_when_the_layout_changes(layout, tmp_path):
+    """The residuals of all old replicas are divided over the new ones; their sums stay the same."""
     ranks, stages = layout
 
     def saved(world):
         pipe = make(world, "topk", 2)
         step(pipe, batches(1, ROWS, WIDTH)[0])
         pipe.save(tmp_path / "kept", torch.optim.SGD(pipe.parameters(), lr=0.1))
-        return owed(pipe)
+        return residuals_of(pipe)
 
     def resumed(world):
         pipe = make(world, "topk", stages)
         pipe.load(tmp_path / "kept", torch.optim.SGD(pipe.parameters(), lr=0.1))
-        return owed(pipe)
+        return residuals_of(pipe)
 
     def total(ranks):
         named: dict[str, torch.Tensor] = {}
@@ -253,13 +257,13 @@ def test_other_replicas_take_over_all_that_is_owed(layout, tmp_path):
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-12)
 
 
-def test_weights_alone_bring_no_residuals(tmp_path):
+def test_loading_without_optimizer_restores_no_residuals(tmp_path):
     def body(world):
         pipe = make(world, "topk", 1)
         step(pipe, batches(1, ROWS, WIDTH)[0])
         pipe.save(tmp_path / "kept", torch.optim.SGD(pipe.parameters(), lr=0.1))
         pipe.load(tmp_path / "kept")
-        return owed(pipe)
+        return residuals_of(pipe)
 
     assert run_on_threads(2, body) == [{}, {}]
 
@@ -273,24 +277,24 @@ def test_weights_alone_bring_no_residuals(tmp_path):
         ("qsgd", torch.complex64),
     ],
 )
-def test_a_compressor_that_does_not_fit_the_dtype_is_refused_on_every_rank(compress, dtype):
+def test_compressor_rejects_unsupported_dtype_on_every_rank(compress, dtype):
     def body(world):
         try:
             make(world, compress, 2, dtype=dtype)
         except (ModelError, PeerError) as error:
             return str(error)
 
-    for told in run_on_threads(4, body):
-        assert "outer.compress" in told and "use outer.compress=none" in told
+    for message in run_on_threads(4, body):
+        assert "outer.compress" in message and "use outer.compress=none" in message
 
 
 @pytest.mark.parametrize("compress", ["powersgd", "topk", "qsgd"])
-def test_weights_of_16_bits_are_compressed_with_float32_residuals(compress):
+def test_bfloat16_gradients_have_float32_residuals(compress):
     def body(world):
         pipe = make(world, compress, 1, dtype=torch.bfloat16)
         for batch in batches(2, ROWS, WIDTH, dtype=torch.bfloat16):
             step(pipe, batch)
-        return owed(pipe), gradients(pipe)
+        return residuals_of(pipe), gradients(pipe)
 
     (mine, sent), (_, other) = run_on_threads(2, body)
     assert {each.dtype for each in mine.values()} == {torch.float32}
@@ -298,7 +302,7 @@ def test_weights_of_16_bits_are_compressed_with_float32_residuals(compress):
 
 
 @pytest.mark.parametrize("compress", NAMES)
-def test_tied_parameters_are_summed_whole(compress):
+def test_tied_parameters_are_not_compressed(compress):
     tied = LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.float64).tied(
         {"weight": "shared"}
     )
@@ -314,8 +318,8 @@ def test_tied_parameters_are_summed_whole(compress):
 
 
 @pytest.mark.parametrize(("compress", "sent_bytes"), [("bfloat16", 2), ("none", 4)])
-def test_bytes_sent_in_a_step_are_counted(compress, sent_bytes):
-    """With two copies a ring sends each element once, as often as an exchange does."""
+def test_sent_bytes_are_counted_in_each_step(compress, sent_bytes):
+    """With two replicas, a ring sends each element once, like a direct exchange."""
 
     def body(world):
         pipe = make(world, compress, 1, num_layers=2, dtype=torch.float32)
@@ -337,8 +341,8 @@ def test_bytes_sent_in_a_step_are_counted(compress, sent_bytes):
 
 
 @pytest.mark.parametrize("compress", ["powersgd", "topk"])
-def test_the_steps_come_near_those_of_plain_sums(compress):
-    """Least squares, with a learning rate at which what is added later does no harm."""
+def test_training_with_compression_converges(compress):
+    """Least squares, with a learning rate small enough for gradients that are added late."""
     generator = torch.Generator().manual_seed(8)
     truth = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
     inputs = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
@@ -354,7 +358,7 @@ def test_the_steps_come_near_those_of_plain_sums(compress):
     assert max(run_on_threads(2, body)) < 1e-3
 
 
-def test_spellings_of_the_field_are_known():
+def test_common_spelling_of_compressor_is_accepted():
     def body(world):
         return make(world, "BF16", 1).request.combining.compress
 

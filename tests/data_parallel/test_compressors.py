@@ -1,4 +1,4 @@
-"""Each compressor: nothing is lost for good, copies get the same bits, bytes are counted."""
+"""Gradient compressors: no value is lost, replicas get the same bits, bytes are counted."""
 
 import math
 
@@ -32,7 +32,7 @@ def items_of(shapes):
 
 
 def summed(outer, owns, shapes=SHAPES, steps=1):
-    """Return each copy's (result, what it is left with, bytes sent) of the last of some sums."""
+    """Return for each replica (result, residual, bytes sent) of the last of `steps` sums."""
     items, _ = items_of(shapes)
 
     def body(world):
@@ -59,43 +59,43 @@ def draw(copies, shapes=SHAPES, dtype=torch.float32, scale=1.0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("copies", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_sent_and_what_is_left_are_what_there_was(name, copies, dtype):
+def test_result_plus_residuals_equals_exact_sum(name, copies, dtype):
     owns = draw(copies, dtype=dtype)
     found = summed(Outer(compress=name, topk_fraction=0.05), owns)
     results = [result for result, _, _ in found]
     assert all(torch.equal(results[0], each) for each in results), "copies differ"
-    left = sum(own.double() for _, own, _ in found)
-    whole = sum(own.double() for own in owns)
+    residual = sum(own.double() for _, own, _ in found)
+    exact = sum(own.double() for own in owns)
     near = 1e-12 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(results[0].double() + left, whole, rtol=0, atol=near)
-    assert left.abs().max() > 1e-4, "this one loses nothing: the test says nothing"
-    assert results[0].norm() > 0.05 * whole.norm()
+    torch.testing.assert_close(results[0].double() + residual, exact, rtol=0, atol=near)
+    assert residual.abs().max() > 1e-4, "this one loses nothing: the test says nothing"
+    assert results[0].norm() > 0.05 * exact.norm()
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-69, 1e69, 1e300])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "bfloat16"])
-def test_numbers_that_float32_cannot_hold_are_summed_in_float64(name, scale):
-    """QSGD made NaN of 1e69, and float16 an infinity; bfloat16 has the range of float32."""
+def test_float64_values_outside_float32_range_are_summed(name, scale):
+    """Regression: QSGD turned 1e69 into NaN, float16 into inf. bfloat16 has float32's range."""
     owns = draw(2, dtype=torch.float64, scale=scale)
     found = summed(Outer(compress=name, topk_fraction=0.05), owns)
     whole = (owns[0] + owns[1]) / scale
-    left = sum(own for _, own, _ in found) / scale
-    torch.testing.assert_close(found[0][0] / scale + left, whole, rtol=0, atol=1e-9)
+    residual = sum(own for _, own, _ in found) / scale
+    torch.testing.assert_close(found[0][0] / scale + residual, whole, rtol=0, atol=1e-9)
     assert (found[0][0] / scale).norm() > 0.05 * whole.norm()
 
 
-def test_topk_conserves_every_bit():
-    """A number is sent or kept, so nothing is rounded."""
+def test_topk_sends_the_largest_values_and_keeps_the_rest_exactly():
+    """Each number is either sent or kept, so none is rounded."""
     owns = draw(3)
     found = summed(Outer(compress="topk", topk_fraction=0.1), owns)
-    for (_, left, _), own in zip(found, owns, strict=True):
-        kept = left != 0
-        assert torch.equal(left[kept], own[kept])
+    for (_, residual, _), own in zip(found, owns, strict=True):
+        kept = residual != 0
+        assert torch.equal(residual[kept], own[kept])
         assert own[~kept].abs().min() >= own[kept].abs().max()
 
 
 @pytest.mark.parametrize("copies", [2, 3, 4])
-def test_bytes_sent_are_those_of_theory(copies):
+def test_sent_bytes_match_theory(copies):
     owns = draw(copies)
     count = owns[0].numel()
 
@@ -115,14 +115,14 @@ def test_bytes_sent_are_those_of_theory(copies):
         assert sent(compress="qsgd", qsgd_levels=127)[rank] == coded * (QSGD_GROUP + 4)
     chosen = math.ceil(0.01 * count)
     assert sent(compress="topk") == [(copies - 1) * chosen * 8] * copies
-    # 20 x 30 and 8 x 16 as factors of 2 columns, first of the rows with all vectors, then columns.
+    # Rank-2 factors of matrices 20 x 30 and 8 x 16: first P and all vectors, then Q.
     first, then = 2 * (20 + 8) + 30 + 1 + 600, 2 * (30 + 16)
     total = sum(sent(compress="powersgd", powersgd_rank=2))
     assert total == 2 * (copies - 1) * 4 * (first + then)
 
 
 def test_powersgd_is_exact_for_matrices_of_its_rank():
-    """After the first step Q is that of the sum, so nothing of a matrix of rank 2 is lost."""
+    """After the first step, Q spans the rows of the sum, so no part of a rank-2 matrix is lost."""
     shapes = [(40, 25)]
     generator = torch.Generator().manual_seed(5)
     left, right = (torch.randn(n, 2, generator=generator) for n in (40, 25))
@@ -131,7 +131,7 @@ def test_powersgd_is_exact_for_matrices_of_its_rank():
     torch.testing.assert_close(found[0][0], sum(owns), rtol=1e-4, atol=1e-4)
 
 
-def test_powersgd_goes_on_after_a_gradient_of_zeros():
+def test_powersgd_recovers_from_zero_and_nan_gradients():
     items, count = items_of([(40, 25)])
 
     def body(world):
@@ -146,7 +146,7 @@ def test_powersgd_goes_on_after_a_gradient_of_zeros():
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
-def test_float16_neither_overflows_nor_vanishes(scale):
+def test_float16_neither_overflows_nor_underflows(scale):
     owns = draw(2, scale=scale)
     found = summed(Outer(compress="float16"), owns)
     whole = sum(owns)
@@ -156,15 +156,15 @@ def test_float16_neither_overflows_nor_vanishes(scale):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_what_is_not_finite_arrives_as_such(name, bad):
-    """Or an overflow on one replica would be seen by none."""
+def test_non_finite_gradient_gives_non_finite_result(name, bad):
+    """Otherwise no replica would detect an overflow on another one."""
     owns = draw(2)
     owns[1][17] = bad
     for result, _, _ in summed(Outer(compress=name), owns):
         assert not torch.isfinite(result).all()
 
 
-def test_qsgd_rounds_by_chance_to_the_right_mean():
+def test_qsgd_rounding_is_unbiased_and_repeatable():
     code = QSGD(7)
     numbers = torch.linspace(-1, 1, 300)
     drawn = torch.stack(
@@ -176,8 +176,8 @@ def test_qsgd_rounds_by_chance_to_the_right_mean():
 
 
 @pytest.mark.parametrize("levels", [7, 8, 127])
-def test_qsgd_loses_less_than_there_is(levels):
-    """Else what error feedback adds up would grow: the worst is one large number, many small."""
+def test_qsgd_error_is_smaller_than_the_gradient(levels):
+    """Otherwise residuals would grow. The worst case is one large number among small ones."""
     code = QSGD(levels)
     for small in (0.0, 0.01, 0.03, 0.05, 0.07, 0.2):
         numbers = torch.full((QSGD_GROUP,), small)
@@ -193,7 +193,7 @@ def test_qsgd_loses_less_than_there_is(levels):
 
 @pytest.mark.parametrize("code", [Float16(), QSGD(7), QSGD(100)])
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257])
-def test_codes_are_as_long_as_they_say(code, count):
+def test_encoded_size_equals_num_bytes(code, count):
     numbers = torch.randn(count)
     coded = code.encode(numbers, 1)
     assert coded.numel() == code.num_bytes(count)
@@ -203,7 +203,7 @@ def test_codes_are_as_long_as_they_say(code, count):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_more_copies_than_numbers(name):
+def test_more_replicas_than_elements_are_summed(name):
     owns = [torch.full((1,), float(rank + 1)) for rank in range(3)]
     for result, _, _ in summed(Outer(compress=name, topk_fraction=0.5), owns, [(1,)]):
         torch.testing.assert_close(result, torch.tensor([6.0]))
@@ -213,21 +213,21 @@ def test_more_copies_than_numbers(name):
     "setting",
     [{"topk_fraction": 0.0}, {"topk_fraction": 0.6}, {"powersgd_rank": 0}, {"qsgd_levels": 6}],
 )
-def test_a_setting_that_cannot_be_is_refused_by_name(setting):
+def test_invalid_compressor_setting_is_rejected_by_name(setting):
     (name,) = setting
     with pytest.raises(ConfigError, match=rf"bad outer\.{name}, expected"):
         Outer(compress=name.partition("_")[0], **setting).checked()
 
 
-def test_an_unknown_compressor_is_answered_with_the_known_ones():
+def test_unknown_compressor_error_lists_known_ones():
     with pytest.raises(ConfigError, match=r"none, bfloat16, float16, powersgd, topk, qsgd.*gzip"):
         Outer(compress="gzip").checked()
 
 
-def test_the_code_of_a_shard_is_not_the_sender_s_own():
-    """A copy adds its own shard uncoded: with one copy more there is one loss less."""
+def test_replica_adds_its_own_shard_unencoded():
+    """Otherwise each element would be rounded once more."""
     owns = [torch.full((4,), 1 + 2**-10) for _ in range(2)]
-    result, left, _ = summed(Outer(compress="bfloat16"), owns, [(4,)])[0]
+    result, residual, _ = summed(Outer(compress="bfloat16"), owns, [(4,)])[0]
     assert isinstance(make_compressor(Outer(compress="bfloat16")), BFloat16)
     assert torch.equal(result, torch.full((4,), 2.0))
-    assert torch.equal(left, torch.tensor([2**-10] * 4))
+    assert torch.equal(residual, torch.tensor([2**-10] * 4))

@@ -1,4 +1,4 @@
-"""Every exact way to combine replicas is one process: in every schedule, with tied weights."""
+"""Exact reduction strategies train like one process, in every schedule, with tied weights."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def specs():
 
 
 def train(world, stages, outer, **options):
-    """Return the gradients of two steps, ahead of clipping, and the weights behind them."""
+    """Return the gradients of two steps before clipping, and the final weights."""
     replicas = world.size // stages
     pipe = Pipeline(
         specs(),
@@ -75,22 +75,22 @@ def alone(on_threads):
     return on_threads(1, lambda world: train(world, 1, {}))[0]
 
 
-def assert_one_process(ranks, alone, plain, to_the_bit):
-    """Hold each rank's against one process, and `to_the_bit` the first gradients against plain."""
+def assert_matches_one_process(ranks, alone, plain, is_bitwise):
+    """Compare all ranks with one process and, if `is_bitwise`, first gradients with `plain`."""
     for rank, (found, summed) in enumerate(zip(ranks, plain, strict=True)):
         assert found[0].keys() == summed[0].keys(), rank
         for ours, theirs in zip(found, alone, strict=True):
             for name, value in ours.items():
                 torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-10)
-        if to_the_bit:
+        if is_bitwise:
             assert all(torch.equal(value, summed[0][name]) for name, value in found[0].items())
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), CASES)
-def test_every_exact_choice_is_one_process_in_every_schedule(
+def test_every_exact_strategy_matches_one_process_in_every_schedule(
     schedule, recompute, alone, on_threads
 ):
-    """2 x 2 ranks; with two copies of a stage to the bit that of plain sums."""
+    """2 stages x 2 replicas. Stages on two ranks have gradients bitwise equal to plain sums."""
     plain = None
     for name, outer in CHOICES.items():
         options = {"schedule": schedule, "recompute": recompute}
@@ -99,8 +99,8 @@ def test_every_exact_choice_is_one_process_in_every_schedule(
         )
         plain = plain or ranks
         is_mirrored = schedule in ("chimera", "dualpipe", "dualpipe_v", "gems")
-        # Unequal replicas add up other micro-batches first; four copies may be summed in any order.
-        assert_one_process(ranks, alone, plain, not is_mirrored and name != "weights")
+        # Unequal replicas add micro-batches in another order; so may four ranks with a stage.
+        assert_matches_one_process(ranks, alone, plain, not is_mirrored and name != "weights")
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_every_exact_choice_is_one_process_in_every_schedule(
         pytest.param("always", marks=pytest.mark.product),
     ],
 )
-def test_every_exact_choice_is_one_process_on_four_replicas(recompute, alone, on_threads):
-    """1 x 4 ranks."""
+def test_every_exact_strategy_matches_one_process_on_four_replicas(recompute, alone, on_threads):
+    """1 stage x 4 replicas."""
     plain = None
     for outer in CHOICES.values():
         weights = {"weights": [3, 1, 2, 2]} if "weights" in outer else {}
@@ -121,19 +121,19 @@ def test_every_exact_choice_is_one_process_on_four_replicas(recompute, alone, on
             lambda world, outer={**outer, **weights}: train(world, 1, outer, recompute=recompute),
         )
         plain = plain or ranks
-        assert_one_process(ranks, alone, plain, False)
+        assert_matches_one_process(ranks, alone, plain, False)
 
 
 SENT = [
     ({"order": "rank"}, 2),
-    ({"shard": "flat"}, 1),  # for the sums; as much again for the parameters
+    ({"shard": "flat"}, 1),  # to reduce gradients; gathering parameters sends as much again
 ]
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (4, 1)])
 @pytest.mark.parametrize(("outer", "times"), SENT, ids=str)
-def test_a_rank_sends_its_part_of_its_own_stages_gradients(outer, times, ranks, stages, on_threads):
-    """HyPar-Flow's claim: 2 (R-1)/R of the bytes of the stage's own parameters, of no others."""
+def test_rank_sends_gradients_of_its_own_stage_only(outer, times, ranks, stages, on_threads):
+    """HyPar-Flow: 2 (R-1)/R times the bytes of the stage's own parameters."""
     counts = [1, 3] if stages == 2 else [4]
 
     def body(world):

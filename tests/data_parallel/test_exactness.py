@@ -1,4 +1,4 @@
-"""Gradients summed in buckets over replicas are those of one process, whenever buckets leave."""
+"""Bucketed gradient reduction over replicas matches one process, whenever buckets are sent."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from tests.data_parallel.replicas import (
 from tests.support import batches
 
 ROWS = 16
-QUICK = ("one_f_one_b", "zb_v", "chimera")  # one way backwards, split, mirrored
+QUICK = ("one_f_one_b", "zb_v", "chimera")  # unsplit backward, split backward, mirrored stages
 SCHEDULES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.product)
     for name in sorted({*schedule_names()} - {"file", "auto"})
@@ -45,7 +45,7 @@ def expected(plain, layers, replicas):
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.product)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_replicas_are_one_process_in_every_schedule(plain, schedule, overlap):
+def test_two_replicas_match_one_process_in_every_schedule(plain, schedule, overlap):
     layers = blocks(plain, 8)
     outer = {"bucket_bytes": 300, "overlap": overlap}
     ours = train(plain, layers, 4, 2, schedule=schedule, outer=outer)
@@ -54,38 +54,38 @@ def test_two_replicas_are_one_process_in_every_schedule(plain, schedule, overlap
 
 @pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
 @pytest.mark.parametrize("bucket_bytes", [8, 1000, "25MB"])
-def test_two_replicas_are_one_process_to_the_bit(plain, bucket_bytes, recompute):
+def test_two_replicas_are_bitwise_equal_to_one_process(plain, bucket_bytes, recompute):
     layers = blocks(plain)
     outer = {"bucket_bytes": bucket_bytes}
     ours = train(plain, layers, 4, 2, schedule="one_f_one_b", recompute=recompute, outer=outer)
     assert not ours.differences(expected(plain, layers, 2))
 
 
-def test_four_replicas_are_one_process_but_for_the_order_of_the_sum(plain):
+def test_four_replicas_match_one_process_up_to_summation_order(plain):
     layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(2)]
     ours = train(plain, layers, 4, 1, outer={"bucket_bytes": 300})
     assert ours.distance(expected(plain, layers, 4)) < 1e-10
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
-def test_buckets_leave_within_the_last_backward(plain, schedule):
-    """From the second step on; in the table's order, on all replicas the same."""
+def test_buckets_are_sent_during_backward_actions(plain, schedule):
+    """From the second step on, and in the same order on all replicas."""
 
     def body(world):
         layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(4)]
         pipe = make(layers, world, 2, schedule=schedule, outer={"bucket_bytes": 8})
-        left = []
+        sent = []
 
-        def noted(strategy, flat, items):
-            left.append((world.activity, flat.numel()))
+        def recorded(strategy, flat, items):
+            sent.append((world.activity, flat.numel()))
             return strategy(flat, items)
 
         for stage in pipe.stages.values():
-            stage.gradients._strategy = partial(noted, stage.gradients._strategy)
+            stage.gradients._strategy = partial(recorded, stage.gradients._strategy)
         for inputs, targets in batches(3, ROWS, WIDTH):
             part = pipe.share(ROWS)
             pipe.step(inputs[part], targets[part])
-        return left
+        return sent
 
     for stage_rank in range(2):
         first, other = (run for run in run_on_threads(4, body)[stage_rank::2])
@@ -96,8 +96,8 @@ def test_buckets_leave_within_the_last_backward(plain, schedule):
         assert all(isinstance(action, Action) for action in later)
 
 
-class Twice(nn.Module):
-    """Its weight gets a gradient from a backward within the backward; as often as it is told."""
+class NestedBackward(nn.Module):
+    """Applies its layer `times` times, each with a nested backward that adds to the gradient."""
 
     times = 1
 
@@ -106,21 +106,21 @@ class Twice(nn.Module):
         self.inner = nn.Linear(width, width, dtype=torch.float64)
 
     def forward(self, x):
-        for _ in range(Twice.times):
+        for _ in range(NestedBackward.times):
             x = checkpoint(self.inner, x, use_reentrant=True)
         return x
 
 
-def test_a_layer_with_backwards_within_its_backward_is_waited_for(plain, monkeypatch):
-    monkeypatch.setattr(Twice, "times", 3)
-    layers = [plain.Recipe(make_block, (WIDTH, True)), plain.Recipe(Twice, (WIDTH,))]
+def test_bucket_waits_for_gradients_of_nested_backwards(plain, monkeypatch):
+    monkeypatch.setattr(NestedBackward, "times", 3)
+    layers = [plain.Recipe(make_block, (WIDTH, True)), plain.Recipe(NestedBackward, (WIDTH,))]
     ours = train(plain, layers, 2, 1, recompute="never", outer={"bucket_bytes": 8})
     assert ours.distance(expected(plain, layers, 2)) < 1e-12
 
 
-def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused(plain, monkeypatch):
-    """Twice as many backwards as in the steps before: without a word it would be lost."""
-    layers = [plain.Recipe(make_block, (WIDTH, True)), plain.Recipe(Twice, (WIDTH,))]
+def test_gradient_computed_after_its_bucket_was_sent_raises(plain, monkeypatch):
+    """The layer runs more nested backwards than before. Otherwise a gradient would be lost."""
+    layers = [plain.Recipe(make_block, (WIDTH, True)), plain.Recipe(NestedBackward, (WIDTH,))]
 
     def body(world):
         pipe = make(layers, world, 1, recompute="never", outer={"bucket_bytes": 8})
@@ -129,11 +129,11 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused(plain, monke
             pipe.step(inputs[part], targets[part])
         world.world_group.all_reduce(torch.zeros(1))
         if world.rank == 0:
-            Twice.times = 2
+            NestedBackward.times = 2
         world.world_group.all_reduce(torch.zeros(1))
         pipe.step(inputs[part], targets[part])
 
-    monkeypatch.setattr(Twice, "times", 1)
+    monkeypatch.setattr(NestedBackward, "times", 1)
     with pytest.raises(
         ActionError, match=r"layers\.1\.inner.*after its bucket was sent.*outer\.overlap=false"
     ):
@@ -141,7 +141,7 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused(plain, monke
 
 
 class Meddling(torch.autograd.Function):
-    """Leaves the gradient alone and, on its way, changes that of another layer's parameter."""
+    """Identity whose backward calls a function that changes another parameter's gradient."""
 
     @staticmethod
     def forward(ctx, x, meddle):
@@ -174,10 +174,8 @@ def put_another(parameter):
 
 
 @pytest.mark.parametrize("change", [add_in_place, put_another])
-def test_whatever_changes_a_gradient_after_its_bucket_has_left_is_refused(
-    plain, monkeypatch, change
-):
-    """Not autograd alone: kernels that add into `.grad` themselves are seen, too."""
+def test_modifying_a_gradient_after_its_bucket_was_sent_raises(plain, monkeypatch, change):
+    """Detects writes that bypass autograd, such as kernels that add to `.grad`."""
     layers = [plain.Recipe(Meddler, (WIDTH,)), plain.Recipe(make_block, (WIDTH, True))]
 
     def body(world):
@@ -199,7 +197,7 @@ def test_whatever_changes_a_gradient_after_its_bucket_has_left_is_refused(
         run_on_threads(2, body)
 
 
-WAYS = [
+STRATEGIES = [
     {"hierarchy": 2},
     {"hierarchy": "host"},
     {"order": "rank"},
@@ -210,8 +208,8 @@ WAYS = [
     ("ranks", "stages"),
     [(4, 2), (4, 1), pytest.param(6, 2, marks=pytest.mark.product)],
 )
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
+@pytest.mark.parametrize("way", STRATEGIES, ids=str)
+def test_each_reduction_strategy_matches_one_process(plain, way, ranks, stages):
     layers = blocks(plain)
     replicas = ranks // stages
     if way.get("hierarchy") == 2 and replicas % 2:
@@ -231,8 +229,8 @@ def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
         *(pytest.param(n, marks=pytest.mark.product) for n in ("dualpipe_v", "gems", "zb_v")),
     ],
 )
-def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, schedule):
-    """Mirrored stages have twice as many copies, in each replica those of one stage."""
+def test_rank_ordered_sums_are_bitwise_equal_for_any_bucket_size(plain, schedule):
+    """With mirrored stages, two ranks of each replica hold a stage."""
     layers = blocks(plain, 8)
     trainings = [
         train(
@@ -271,11 +269,11 @@ def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, sc
         ({"order": "rank", "hierarchy": 2}, "and .* cannot be combined, expected one way to sum"),
     ],
 )
-def test_what_cannot_be_is_refused_on_every_rank(plain, outer, message):
+def test_invalid_outer_setting_is_rejected_on_every_rank(plain, outer, message):
     layers = [plain.Recipe(make_block, (WIDTH, True))]
 
     def body(world):
-        # What rank 0 finds as it lays out, the others hear from it.
+        # Rank 0 reports errors of the layout to the others, which raise PeerError.
         with pytest.raises((ConfigError, PeerError), match=message):
             make(layers, world, 1, outer=outer)
 
@@ -283,10 +281,10 @@ def test_what_cannot_be_is_refused_on_every_rank(plain, outer, message):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_hook_that_takes_a_gradient_away_leaves_none(plain, overlap):
-    """With replicas `.grad` was a sum of contributions that the hook had taken away before."""
+def test_hook_that_clears_a_gradient_leaves_no_gradient(plain, overlap):
+    """Regression: with replicas, `.grad` was the sum of contributions that the hook had cleared."""
 
-    def taken(parameter):
+    def clear_gradient(parameter):
         parameter.grad = None
 
     def body(world):
@@ -294,9 +292,9 @@ def test_a_hook_that_takes_a_gradient_away_leaves_none(plain, overlap):
         pipe = make(layers, world, 1, outer={"bucket_bytes": 300, "overlap": overlap})
         named = dict(pipe.named_parameters())
         (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
-        named["layers.0.first.weight"].register_post_accumulate_grad_hook(taken)
-        if pipe.replica == 1:  # its contribution is missing in the sum
-            named["layers.1.scale"].register_post_accumulate_grad_hook(taken)
+        named["layers.0.first.weight"].register_post_accumulate_grad_hook(clear_gradient)
+        if pipe.replica == 1:  # its contribution is missing from the sum
+            named["layers.1.scale"].register_post_accumulate_grad_hook(clear_gradient)
         for _ in range(2):
             pipe.step(inputs[part], targets[part])
         return {name: parameter.grad for name, parameter in named.items()}
@@ -316,12 +314,12 @@ def test_a_hook_that_takes_a_gradient_away_leaves_none(plain, overlap):
         return {name: p.grad.clone() for name, p in pipe.named_parameters()}
 
     (own,) = run_on_threads(1, alone)
-    # The second replica's samples count, and its gradient is missing.
+    # The weight counts the second replica's samples, but its gradient is missing.
     assert torch.allclose(first["layers.1.scale"], own["layers.1.scale"] / 2, atol=1e-12)
 
 
-def test_a_parameter_that_one_replica_freezes_is_refused_on_all_by_name(plain):
-    """Of equal size, another one's gradient would be summed with it without a word."""
+def test_parameter_frozen_on_one_replica_raises_on_all(plain):
+    """Otherwise it would be summed with another parameter of equal size."""
     layers = [plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64)) for _ in range(2)]
 
     def body(world):

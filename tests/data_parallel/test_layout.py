@@ -1,4 +1,4 @@
-"""Which parameters share a bucket, and which copy owns which elements."""
+"""Assignment of parameters to buckets, and of bucket elements to replicas."""
 
 import pytest
 import torch
@@ -12,17 +12,17 @@ def named(*sizes, dtype=SINGLE):
     return {str(i): GradientSize(size, dtype) for i, size in enumerate(sizes)}
 
 
-def test_buckets_are_filled_from_behind_up_to_their_size():
-    """A backward makes the gradients of the last layers first."""
+def test_buckets_are_filled_from_the_last_parameter_up_to_the_limit():
+    """The backward pass computes the gradients of the last layers first."""
     assert fill_buckets(named(2, 2, 2, 2), 16) == (("3", "2"), ("1", "0"))
     assert fill_buckets(named(2, 2, 2, 2), 15) == (("3",), ("2",), ("1",), ("0",))
 
 
-def test_a_larger_parameter_has_a_bucket_of_its_own():
+def test_oversized_parameter_gets_its_own_bucket():
     assert fill_buckets(named(1, 100, 1), 16) == (("2",), ("1",), ("0",))
 
 
-def test_each_parameter_is_in_one_bucket_and_no_bucket_is_too_large():
+def test_each_parameter_is_in_one_bucket_within_the_limit():
     sizes = named(*range(1, 60))
     for limit in (1, 40, 400, 1e9):
         buckets = fill_buckets(sizes, limit)
@@ -31,8 +31,8 @@ def test_each_parameter_is_in_one_bucket_and_no_bucket_is_too_large():
             assert len(names) == 1 or sum(sizes[name].num_bytes for name in names) <= limit
 
 
-def test_a_bucket_has_one_dtype_and_is_numbered_by_when_it_is_complete():
-    """Those of the other dtype lie among them: the bucket that ends last comes last."""
+def test_buckets_have_one_dtype_and_are_ordered_by_completion():
+    """Parameters of two dtypes are interleaved; the bucket that is complete last comes last."""
     sizes = {
         "a": GradientSize(1, SINGLE),
         "b": GradientSize(1, DOUBLE),
@@ -42,13 +42,13 @@ def test_a_bucket_has_one_dtype_and_is_numbered_by_when_it_is_complete():
     assert fill_buckets(sizes, 1e9) == (("c", "b"), ("d", "a"))
 
 
-def test_a_stage_without_parameters_has_no_buckets():
+def test_stage_without_parameters_has_no_buckets():
     assert fill_buckets({}, 10) == ()
 
 
 @pytest.mark.parametrize("num_elements", [1, 3, 4, 7, 100])
 @pytest.mark.parametrize("copies", [1, 2, 3, 8])
-def test_pieces_cover_each_element_once(num_elements, copies):
+def test_shards_cover_each_element_once(num_elements, copies):
     sizes = {"a": num_elements // 3, "b": num_elements - num_elements // 3, "c": 0}
     layout = FlatLayout(sizes, copies)
     length = layout.num_elements

@@ -1,4 +1,4 @@
-"""Replicas with unequal numbers of equal micro-batches train as one process does."""
+"""Replicas with unequal numbers of micro-batches train like one process."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ from tests.data_parallel.replicas import (
 from tests.support import batches, buffers_of, product, square_sum
 
 ROWS = 25  # rows do not divide: micro-batches have 3 or 4
-# Of its table a replica with another number of micro-batches has what every size has, which
-# families/test_families.py tries; sums see whether backwards are split and who holds a stage.
+# schedule/families/test_families.py tests tables of all sizes. The reduction depends only on
+# whether backwards are split and on which ranks hold a stage.
 QUICK = ("one_f_one_b", "interleaved", "zb_v", "chimera", "auto")
 SCHEDULES = [
     name if name in QUICK else product(name) for name in sorted({*schedule_names()} - {"file"})
@@ -58,7 +58,7 @@ def expected(plain, layers, shares):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_unequal_replicas_are_one_process_in_every_schedule(plain, schedule):
+def test_unequal_replicas_match_one_process_in_every_schedule(plain, schedule):
     layers = blocks(plain, 8)
     ours = train(plain, layers, 2, [3, 1], 4, schedule=schedule)
     assert ours.distance(expected(plain, layers, [6, 2])) < 1e-12
@@ -66,14 +66,14 @@ def test_unequal_replicas_are_one_process_in_every_schedule(plain, schedule):
 
 @pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
 @pytest.mark.parametrize(("weights", "shares"), [([3, 1], [6, 2]), ([2, 6], [2, 6])])
-def test_two_replicas_are_one_process_to_the_bit(plain, recompute, weights, shares):
-    """Summed in the same order: each replica's, then both."""
+def test_two_unequal_replicas_are_bitwise_equal_to_one_process(plain, recompute, weights, shares):
+    """Both sum in the same order: first within each replica, then over replicas."""
     layers = blocks(plain, 4)
     ours = train(plain, layers, 2, weights, 4, schedule="one_f_one_b", recompute=recompute)
     assert not ours.differences(expected(plain, layers, shares))
 
 
-def test_three_replicas_are_one_process_but_for_the_order_of_the_sum(plain):
+def test_three_replicas_match_one_process_up_to_summation_order(plain):
     layers = blocks(plain, 4)
     ours = train(plain, layers, 2, [2, 1, 1], 4)
     assert ours.distance(expected(plain, layers, [6, 3, 3])) < 1e-10
@@ -82,9 +82,9 @@ def test_three_replicas_are_one_process_but_for_the_order_of_the_sum(plain):
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipe", "hanayo"])
-def test_ranks_with_several_stages_sum_each_over_its_own_group(plain, schedule):
-    """Replicas run different tables, so they may come to their reductions in other orders."""
-    layers = [*blocks(plain, 4), plain.Recipe(normal, (WIDTH,)), *blocks(plain, 3)]
+def test_ranks_with_several_stages_reduce_each_in_its_own_group(plain, schedule):
+    """Replicas run different tables, so they may start their reductions in different orders."""
+    layers = [*blocks(plain, 4), plain.Recipe(batch_norm, (WIDTH,)), *blocks(plain, 3)]
     specs = specs_of(layers)
 
     def body(world):
@@ -103,11 +103,11 @@ def test_ranks_with_several_stages_sum_each_over_its_own_group(plain, schedule):
     assert named
 
 
-def normal(width):
+def batch_norm(width):
     return nn.BatchNorm1d(width).double()
 
 
-def test_tied_parameters_are_summed_over_all_places(plain):
+def test_unequal_replicas_with_tied_parameters_match_one_replica(plain):
     def specs():
         first = LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64)
         last = LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64).tied({"weight": "both"})
@@ -124,7 +124,7 @@ def test_tied_parameters_are_summed_over_all_places(plain):
     assert run([3, 1], 4).distance(run([1], 8)) < 1e-12
 
 
-def test_outputs_and_losses_of_an_evaluation_are_those_of_the_whole_batch(plain):
+def test_evaluation_and_prediction_match_one_replica(plain):
     layers = blocks(plain, 4)
     specs = specs_of(layers)
     (inputs, targets) = batches(1, ROWS, WIDTH)[0]
@@ -142,7 +142,7 @@ def test_outputs_and_losses_of_an_evaluation_are_those_of_the_whole_batch(plain)
     assert abs(ours[0][0] - one[0][0]) < 1e-12
 
 
-def test_a_checkpoint_goes_on_with_other_weights(plain, tmp_path):
+def test_checkpoint_resumes_with_other_replica_weights(plain, tmp_path):
     layers = blocks(plain, 4)
     specs = specs_of(layers)
     data = batches(4, ROWS, WIDTH)
@@ -168,8 +168,8 @@ def test_a_checkpoint_goes_on_with_other_weights(plain, tmp_path):
             assert torch.allclose(weight, theirs[name], rtol=0, atol=1e-12), name
 
 
-def test_parts_of_gradients_are_measured_where_they_are(plain):
-    """AdaScale compares micro-batches, or what unequal replicas add."""
+def test_gradient_noise_is_measured_on_unequal_replicas(plain):
+    """AdaScale compares the gradients of micro-batches, or of unequal replicas."""
     layers = blocks(plain, 4)
     specs = specs_of(layers)
     (inputs, targets) = batches(1, ROWS, WIDTH)[0]
@@ -188,27 +188,27 @@ def test_parts_of_gradients_are_measured_where_they_are(plain):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 24))
-def test_portions_are_all_micro_batches_once(weights, microbatches):
+def test_split_assigns_each_microbatch_once(weights, microbatches):
     try:
-        portions = MicrobatchSplit.divide(microbatches, len(weights), weights)
+        split = MicrobatchSplit.divide(microbatches, len(weights), weights)
     except ConfigError as error:
-        near = str(error).partition("; use ")[2].partition(" micro-batches")[0].split(" or ")
-        for number in map(int, near):
+        suggestions = str(error).partition("; use ")[2].partition(" micro-batches")[0].split(" or ")
+        for number in map(int, suggestions):
             assert MicrobatchSplit.divide(number, len(weights), weights).total == number * len(
                 weights
             )
         return
-    assert portions.total == microbatches * len(weights)
-    owned = [portions.owner(m) for m in range(portions.total)]
-    assert portions.fullest == portions.counts.index(portions.most)
-    assert owned == [(r, m) for r, count in enumerate(portions.counts) for m in range(count)]
-    assert [m for r in range(len(weights)) for m in portions.of(r)] == list(range(portions.total))
-    for count, weight in zip(portions.counts, weights, strict=True):
-        assert count * sum(weights) == weight * portions.total
+    assert split.total == microbatches * len(weights)
+    owned = [split.owner(m) for m in range(split.total)]
+    assert split.fullest == split.counts.index(split.most)
+    assert owned == [(r, m) for r, count in enumerate(split.counts) for m in range(count)]
+    assert [m for r in range(len(weights)) for m in split.of(r)] == list(range(split.total))
+    for count, weight in zip(split.counts, weights, strict=True):
+        assert count * sum(weights) == weight * split.total
 
 
 @pytest.mark.parametrize("bad", [[3, 0], [3, -1], [1.5, 2], "31", [True, 1], 4])
-def test_weights_that_are_none_are_refused(bad):
+def test_invalid_weights_are_rejected(bad):
     with pytest.raises(ConfigError, match=r"outer\.weights, expected a"):
         Outer(weights=bad).checked()
 
@@ -228,16 +228,16 @@ def test_weights_that_are_none_are_refused(bad):
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_on_every_rank(weights, options, kind, text):
+def test_unsupported_weights_are_rejected_on_every_rank(weights, options, kind, text):
     def body(world):
-        given = {"replicas": len(weights), "microbatches": 4, "stages": 1} | options
+        settings = {"replicas": len(weights), "microbatches": 4, "stages": 1} | options
         try:
             Pipeline(
                 [LayerSpec(nn.Linear, WIDTH, WIDTH)],
                 square_sum,
                 world=world,
                 outer={"weights": weights},
-                **given,
+                **settings,
             )
         except Exception as error:
             return error

@@ -1,4 +1,4 @@
-"""Every two choices together do exactly what each says, or are refused by name."""
+"""Any two choices work together, each with its full effect, or are rejected by name."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from tests.support import batches, square_sum
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 4, 32, 4, 4
 
-# What each choice sets: in `outer`, and of the pipeline.
+# Settings of each choice: those of `outer`, then those of the pipeline.
 OUTER = {
     "small_buckets": {"bucket_bytes": 8},
     "no_overlap": {"overlap": False},
@@ -43,31 +43,31 @@ PIPELINE = {
     "mirrored": {"schedule": "chimera", "stages": 2},
 }
 COMPRESS = {"bfloat16", "float16", "powersgd", "topk", "qsgd"}
-APART = {"local_sgd", "diloco", "streaming", "late"}
-WAYS = {"hierarchy", "host", "order"} | COMPRESS
+LOCAL_SGD = {"local_sgd", "diloco", "streaming", "late"}
+STRATEGIES = {"hierarchy", "host", "order"} | COMPRESS
 NOISE = {"noise_of_microbatches", "noise_of_replicas"}
 REFUSED = [
-    (WAYS, WAYS, "cannot be combined, expected one way to sum"),
+    (STRATEGIES, STRATEGIES, "cannot be combined, expected one way to sum"),
     (
         {"flat"},
-        WAYS - {"order"},
+        STRATEGIES - {"order"},
         r"outer\.shard=flat .* combined with outer\.(hierarchy|compress)",
     ),
-    ({"flat", "oss"}, APART, r"bad outer\.shard, expected none with outer\.every=2"),
-    (APART, {"normalise"}, r"outer\.every: .*normalise_over_replicas=False"),
-    (APART, NOISE, r"outer\.every: .* noise_over"),
+    ({"flat", "oss"}, LOCAL_SGD, r"bad outer\.shard, expected none with outer\.every=2"),
+    (LOCAL_SGD, {"normalise"}, r"outer\.every: .*normalise_over_replicas=False"),
+    (LOCAL_SGD, NOISE, r"outer\.every: .* noise_over"),
     ({"weights"}, {"normalise"}, r"outer\.weights: .*BatchNorm"),
 ]
 
 
-def are_one_setting(one, other):
-    """Say whether two choices are values of the same setting."""
+def share_a_setting(one, other):
+    """Return whether two choices assign the same setting."""
     sets = [{**OUTER, **PIPELINE, "oss": {"shard": "oss"}}[name].keys() for name in (one, other)]
     return not sets[0].isdisjoint(sets[1])
 
 
-def told(pair):
-    """Return what the refusal of two choices says; None where they go together."""
+def expected_error(pair):
+    """Return the pattern of the error for a pair of choices, or None if they work together."""
     one, other = pair
     for left, right, words in REFUSED:
         if (one in left and other in right) or (one in right and other in left):
@@ -99,10 +99,10 @@ def make(world, names):
 
 
 def train(world, names):
-    """Train; return the weights at the end, and check on the way that each choice is in force."""
+    """Train, check that each choice takes effect, and return the final weights."""
     pipe, dtype = make(world, names)
     optimizer = pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.02))
-    apart, stepped = APART & {*names}, []
+    local_sgd, outer_steps = LOCAL_SGD & {*names}, []
     for inputs, targets in batches(STEPS, ROWS, WIDTH, dtype=dtype):
         part = pipe.share(ROWS)
         result = pipe.step(inputs[part], targets[part])
@@ -111,10 +111,10 @@ def train(world, names):
         pipe.clip_grad_norm_(100.0)
         optimizer.step()
         if pipe.outer_step():
-            stepped.append(pipe.steps_done)
-    expected = {"streaming": [1, 2, 3, 4], "late": [3]}.get(*apart, [2, 4]) if apart else []
-    assert stepped == expected
-    assert pipe.unite_replicas() == bool(apart & {"streaming", "late"})
+            outer_steps.append(pipe.steps_done)
+    expected = {"streaming": [1, 2, 3, 4], "late": [3]}.get(*local_sgd, [2, 4]) if local_sgd else []
+    assert outer_steps == expected
+    assert pipe.unite_replicas() == bool(local_sgd & {"streaming", "late"})
     if world.size > 1:
         assert pipe.outer_sent_bytes > 0
         assert pipe.is_sharded == bool({"flat", "oss"} & {*names})
@@ -123,8 +123,8 @@ def train(world, names):
     return {name: p.detach().clone() for name, p in pipe.named_parameters()}
 
 
-def assert_exact_where_it_should(ranks, wanted, names):
-    """Hold the weights of all ranks against one another, and exact ones against `wanted`."""
+def assert_weights_match(ranks, wanted, names):
+    """Assert that ranks have equal weights, near `wanted` (within rounding for exact choices)."""
     stages = 2 if "mirrored" in names else 1
     assert all(
         torch.equal(ranks[0 if name in ranks[0] else stages - 1][name], weight)
@@ -132,7 +132,7 @@ def assert_exact_where_it_should(ranks, wanted, names):
         for name, weight in rank.items()
     ), "replicas differ"
     distance = 1e-5 if "half" in names else 1e-11
-    is_exact = not (APART | COMPRESS) & {*names}
+    is_exact = not (LOCAL_SGD | COMPRESS) & {*names}
     near = distance if is_exact else 0.2
     for rank in ranks:
         for name, weight in rank.items():
@@ -141,7 +141,7 @@ def assert_exact_where_it_should(ranks, wanted, names):
 
 @pytest.fixture(scope="module")
 def reference():
-    """Return a function that trains in one process, or, to normalise together, in two."""
+    """Return a function that trains on one rank, or on two if BatchNorm pools over replicas."""
     known = {}
 
     def find(names):
@@ -155,38 +155,38 @@ def reference():
 
 
 @pytest.mark.parametrize("one", [*OUTER, *PIPELINE])
-def test_two_choices_do_what_each_says_or_are_refused_by_name(one, reference):
+def test_two_choices_work_together_or_are_rejected_by_name(one, reference):
     names = [*OUTER, *PIPELINE]
     for other in names[names.index(one) :]:
         pair = (one,) if one == other else (one, other)
-        if len(pair) == 2 and are_one_setting(*pair):
+        if len(pair) == 2 and share_a_setting(*pair):
             continue
-        words = told(pair) if len(pair) == 2 else None
+        words = expected_error(pair) if len(pair) == 2 else None
         ranks = 4 if "mirrored" in pair else 2
         if words is None:
             found = run_on_threads(ranks, lambda world, pair=pair: train(world, pair))
-            assert_exact_where_it_should(found, reference(pair), pair)
+            assert_weights_match(found, reference(pair), pair)
             continue
         with pytest.raises((ConfigError, PeerError)) as caught:
             run_on_threads(ranks, lambda world, pair=pair: make(world, pair))
         assert re.search(words, str(caught.value)), pair
 
 
-def test_whole_tensors_divided_go_with_all_but_replicas_apart(processes, tmp_path, reference):
-    """`oss` needs processes: one launch for all pairs with it."""
+def test_oss_sharding_works_with_all_choices_but_local_sgd(processes, tmp_path, reference):
+    """`oss` needs processes; one launch runs all pairs with it."""
     pairs = [("oss", n) for n in [*OUTER, *PIPELINE] if n not in ("flat", "mirrored")]
 
     def body(rank):
         world = start_world()
-        return {pair: train(world, pair) for pair in pairs if told(pair) is None}
+        return {pair: train(world, pair) for pair in pairs if expected_error(pair) is None}
 
     first, second = processes(2, body, tmp_path)
     for pair in pairs:
-        if words := told(pair):
+        if words := expected_error(pair):
             with pytest.raises(ConfigError, match=words):
                 Outer(shard="oss", **OUTER[pair[1]]).checked()
         else:
-            assert_exact_where_it_should([first[pair], second[pair]], reference(pair), pair)
+            assert_weights_match([first[pair], second[pair]], reference(pair), pair)
 
 
 SETTINGS = [
@@ -197,13 +197,12 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("outer", "words"), SETTINGS, ids=str)
-def test_a_setting_of_replicas_that_train_apart_is_refused_without_them(outer, words):
+def test_local_sgd_setting_is_rejected_without_local_sgd(outer, words):
     with pytest.raises(ConfigError, match=words):
         Pipeline([nn.Linear(2, 2)], square_sum, outer=outer)
 
 
-def test_the_pairs_are_all_pairs():
-    """Of every setting of `Outer` some choice is made here."""
+def test_choices_cover_every_outer_setting():
     made = {key for each in OUTER.values() for key in each} | {"shard"}
     outer = Pipeline([nn.Linear(2, 2)], square_sum).request.outer
     assert made == {field.name for field in dataclasses.fields(outer)}

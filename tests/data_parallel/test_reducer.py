@@ -1,4 +1,4 @@
-"""Gradients of a stage and the global norm."""
+"""Gradient buckets of a stage, and the global gradient norm."""
 
 import pytest
 import torch
@@ -22,12 +22,12 @@ def parameters(*shapes, dtype=torch.float32):
 
 
 def on_two_ranks(body):
-    """Run with the group of two ranks; return what both get."""
+    """Run `body(group, rank)` on two ranks and return both results."""
     return run_on_threads(2, lambda world: body(world.group([(0, 1)]), world.rank))
 
 
 def summed(named, group=SOLO, names=()):
-    """Return the gradients of parameters at the start of a step, to be summed over a group."""
+    """Return the gradient buckets of parameters at the start of a step, reduced over a group."""
     gradients = GradientBuckets(named, CPU)
     gradients.reduce_by(choose_strategy(Outer(), group), names)
     gradients.rebuild()
@@ -41,7 +41,7 @@ def finish(gradients, group=SOLO):
     gradients.finish(ONE, unite_flags(gradients.used_flags(), group))
 
 
-def test_gradients_that_are_summed_over_ranks_lie_in_one_buffer_for_each_dtype():
+def test_reduced_gradients_share_one_buffer():
     def body(group, rank):
         named = parameters((2, 3), (4,))
         gradients = summed(named, group)
@@ -57,8 +57,8 @@ def test_gradients_that_are_summed_over_ranks_lie_in_one_buffer_for_each_dtype()
         assert torch.equal(second, torch.full((4,), 12.0))
 
 
-def test_a_stage_has_the_buckets_it_is_given_each_a_buffer_of_its_own():
-    """Their numbers stay when parameters are frozen: the table names them."""
+def test_given_buckets_have_separate_buffers():
+    """Freezing a parameter keeps the bucket numbers, because the schedule table refers to them."""
     named = parameters((2,), (3,), (4,))
 
     def body(group, rank):
@@ -77,8 +77,8 @@ def test_a_stage_has_the_buckets_it_is_given_each_a_buffer_of_its_own():
         assert len({start for part in starts for start in part}) == 2
 
 
-def test_gradients_that_nobody_else_adds_to_take_no_memory_before_the_first_backward():
-    # A schedule that keeps all micro-batches holds the most just before it.
+def test_unreduced_gradients_use_no_memory_before_first_backward():
+    # Schedules such as gpipe keep the most activations just before it.
     named = parameters((2, 3), (4,))
     gradients = GradientBuckets(named, CPU)
     for _ in range(2):
@@ -91,8 +91,8 @@ def test_gradients_that_nobody_else_adds_to_take_no_memory_before_the_first_back
         assert [p.grad.unique().item() for p in named.values()] == [4.0, 4.0]
 
 
-def test_a_gradient_whose_memory_is_its_own_stays_where_it_is():
-    """All were copied: on a CPU a stage's gradients took their memory twice, at times."""
+def test_gradient_with_its_own_memory_is_not_copied():
+    """Regression: all gradients were copied, which could double their memory on a CPU."""
     named = parameters((2, 3), (4,))
     gradients = summed(named)
     for parameter in named.values():
@@ -102,8 +102,8 @@ def test_a_gradient_whose_memory_is_its_own_stays_where_it_is():
     assert [p.grad.data_ptr() for p in named.values()] == places
 
 
-class Giving(torch.autograd.Function):
-    """Passes on, and gives a gradient that was there before."""
+class ReturnGradient(torch.autograd.Function):
+    """Identity whose backward returns a given tensor as the gradient."""
 
     @staticmethod
     def forward(ctx, values, gradient):
@@ -125,12 +125,12 @@ class Giving(torch.autograd.Function):
     ],
     ids=["another tensor's", "an array's", "another library's", "a part"],
 )
-def test_a_gradient_whose_memory_is_not_its_own_is_copied(gradient):
-    """The next micro-batch would add to what others hold, or a part would hold the whole."""
+def test_gradient_with_shared_memory_is_copied(gradient):
+    """Otherwise the next micro-batch would change another tensor, or a slice keep it alive."""
     named, kept = parameters((4,)), torch.ones(4)
     gradients = summed(named)
     for _ in range(2):
-        Giving.apply(named["0"], lambda: gradient(kept)).sum().backward()
+        ReturnGradient.apply(named["0"], lambda: gradient(kept)).sum().backward()
         gradients.unshare()
     assert named["0"].grad.tolist() == [2.0] * 4
     assert kept.tolist() == [1.0] * 4
@@ -161,7 +161,7 @@ def test_each_dtype_has_a_bucket():
     assert named["0"].grad is None and named["double"].grad.dtype == torch.float64
 
 
-def test_zero_gradient_is_used_and_no_gradient_is_none():
+def test_zero_gradient_is_kept_and_missing_gradient_is_none():
     named = parameters((2,), (2,))
     gradients = summed(named)
     (named["0"] * 0).sum().backward()
@@ -169,7 +169,7 @@ def test_zero_gradient_is_used_and_no_gradient_is_none():
     assert named["0"].grad.tolist() == [0.0, 0.0] and named["1"].grad is None
 
 
-def test_gradient_that_a_hook_replaced_is_kept():
+def test_replaced_gradient_is_kept():
     named = parameters((2,))
     gradients = summed(named)
     named["0"].grad = torch.full((2,), 5.0)
@@ -177,7 +177,7 @@ def test_gradient_that_a_hook_replaced_is_kept():
     assert named["0"].grad.tolist() == [5.0, 5.0]
 
 
-def test_used_on_any_replica_is_used_on_all():
+def test_parameter_used_on_one_replica_gets_a_gradient_on_all():
     def body(world):
         group = world.group([(0, 1)])
         named = parameters((2,), (2,), (2,))
@@ -191,7 +191,7 @@ def test_used_on_any_replica_is_used_on_all():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cut", [1, 3, 6])
-def test_norm_and_clipping_are_torchs_to_the_bit_for_every_cut(cut, dtype):
+def test_norm_and_clipping_are_bitwise_equal_to_torch(cut, dtype):
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(n + 1, generator=generator, dtype=dtype) for n in range(7)]
     names = [str(i) for i in range(7)]

@@ -1,4 +1,4 @@
-"""An optimizer whose state is divided over replicas trains as one that each has whole."""
+"""Training with sharded optimizer state matches training with whole optimizers."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ from tests.data_parallel.replicas import (
 from tests.support import batches, mean_square, product, square_sum
 
 ROWS = 16
-# One stage a rank, several, split backwards, two holders: what gathering and sums see of a table.
-# That each other table with gathers is proved and simulated, passes/test_gathers.py shows.
+# One stage per rank, several stages, split backwards, two ranks per stage: gathering and reduction
+# depend on nothing else in a table. schedule/passes/test_gathers.py checks the other tables.
 QUICK = ("one_f_one_b", "interleaved", "zb_v", "chimera")
 SCHEDULES = [
     name if name in QUICK else product(name)
@@ -41,7 +41,7 @@ def sgd(parameters):
 
 
 def train_rank(plain, pipe, optimizer, steps=3, max_norm=0.5):
-    """Train as `plain.train_rank` does, with gathered gradients."""
+    """Train like `plain.train_rank`, but record gathered gradients."""
     found = plain.Training()
     for inputs, targets in batches(steps, ROWS, WIDTH):
         part = pipe.share(ROWS)
@@ -70,7 +70,7 @@ def expected(plain, layers, replicas, factory=adamw, max_norm=0.5):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_replicas_are_one_process_in_every_schedule(plain, schedule):
+def test_two_sharded_replicas_match_one_process_in_every_schedule(plain, schedule):
     layers = blocks(plain, 8)
     ours = train(plain, layers, 4, 2, schedule=schedule)
     assert ours.distance(expected(plain, layers, 2)) < 1e-10
@@ -79,8 +79,10 @@ def test_two_replicas_are_one_process_in_every_schedule(plain, schedule):
 @pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
 @pytest.mark.parametrize("factory", [adamw, sgd])
 @pytest.mark.parametrize("bucket_bytes", [8, 1000, "25MB"])
-def test_two_replicas_are_one_process_to_the_bit(plain, bucket_bytes, factory, recompute):
-    """Without clipping: a norm that is added up of two parts may differ in its last bit."""
+def test_two_sharded_replicas_are_bitwise_equal_to_one_process(
+    plain, bucket_bytes, factory, recompute
+):
+    """Without clipping: a norm that is added up from two parts may differ in its last bit."""
     layers, options = blocks(plain), {"schedule": "one_f_one_b", "recompute": recompute}
     outer, free = {"bucket_bytes": bucket_bytes}, float("inf")
     ours = train(plain, layers, 4, 2, factory, outer, free, **options)
@@ -92,7 +94,7 @@ def test_two_replicas_are_one_process_to_the_bit(plain, bucket_bytes, factory, r
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("factory", [adamw, sgd])
-def test_four_replicas_are_one_process(plain, factory, overlap):
+def test_four_sharded_replicas_match_one_process(plain, factory, overlap):
     layers = blocks(plain)
     ours = train(plain, layers, 4, 1, factory, {"overlap": overlap})
     assert ours.distance(expected(plain, layers, 4, factory)) < 1e-10
@@ -100,9 +102,7 @@ def test_four_replicas_are_one_process(plain, factory, overlap):
 
 @pytest.mark.parametrize("factory", [adamw, sgd])
 @pytest.mark.parametrize("bucket_bytes", [8, 1000])
-def test_four_replicas_in_the_order_of_ranks_are_one_process_to_the_bit(
-    plain, factory, bucket_bytes
-):
+def test_rank_ordered_sums_are_bitwise_equal_to_one_process(plain, factory, bucket_bytes):
     layers, free = blocks(plain), float("inf")
     outer = {"order": "rank", "bucket_bytes": bucket_bytes}
     ours = train(plain, layers, 4, 1, factory, outer, free, schedule="one_f_one_b")
@@ -112,7 +112,7 @@ def test_four_replicas_in_the_order_of_ranks_are_one_process_to_the_bit(
 
 
 @pytest.mark.parametrize("other", [{"compress": "topk"}, {"hierarchy": 2}], ids=str)
-def test_another_way_to_sum_is_refused(plain, other):
+def test_sharding_with_other_reduction_strategy_is_rejected(plain, other):
     outer = {"shard": "flat"} | other
     with pytest.raises(ConfigError, match=r"outer\.shard=flat.*cannot be combined"):
         run_on_threads(2, lambda w: make(blocks(plain), w, 1, outer=outer))
@@ -120,8 +120,8 @@ def test_another_way_to_sum_is_refused(plain, other):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_v", "chimera"])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_tied_weights_stay_whole_and_train_alike(plain, schedule, stages):
-    """Clipping counts them once."""
+def test_tied_weights_are_not_sharded_and_train_the_same(plain, schedule, stages):
+    """The gradient norm counts tied weights once."""
     specs = [
         LayerSpec(make_linear).tied({"weight": "w"}),
         *(LayerSpec(make_block, WIDTH, True) for _ in range(2)),
@@ -158,8 +158,8 @@ def make_linear():
 
 
 @pytest.mark.parametrize(("ranks", "stages", "schedule"), [(2, 2, "chimera"), (2, 2, "gems")])
-def test_holders_of_a_mirrored_stage_share_its_state(plain, ranks, stages, schedule):
-    """One replica, two holders of each stage: each keeps half."""
+def test_mirrored_stage_shards_its_state_over_its_ranks(plain, ranks, stages, schedule):
+    """One replica in which two ranks hold each stage; each keeps half of the state."""
     layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(4)]
 
     def body(world):
@@ -174,7 +174,7 @@ def test_holders_of_a_mirrored_stage_share_its_state(plain, ranks, stages, sched
 
 
 def kept_bytes(optimizer):
-    """Return the bytes of an optimizer's state, without its counts of steps."""
+    """Return the size of an optimizer's state in bytes, without step counters."""
     return sum(
         value.nbytes
         for state in optimizer.state.values()
@@ -184,13 +184,13 @@ def kept_bytes(optimizer):
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_a_rank_keeps_its_share_of_the_state(plain, replicas):
+def test_rank_keeps_only_its_shard_of_the_state(plain, replicas):
     def body(world):
         outer = {"shard": "flat", "bucket_bytes": 500}
         pipe = make(blocks(plain, 2), world, 1, outer=outer)
         optimizer = pipe.optimizer(adamw)
         train_rank(plain, pipe, optimizer)
-        rows = [row_of(pipe, bucket) for bucket in pipe.layout.tables.buckets[0]]
+        rows = [bucket_elements(pipe, bucket) for bucket in pipe.layout.tables.buckets[0]]
         padded = sum(8 * -(-length // replicas) for length in rows)
         return kept_bytes(optimizer), padded, sum(p.nbytes for p in pipe.parameters())
 
@@ -203,15 +203,15 @@ def test_a_rank_keeps_its_share_of_the_state(plain, replicas):
     assert all(kept > 0.7 * total / replicas for kept, _, _ in found)
 
 
-def row_of(pipe, bucket):
-    """Return how many elements long the row of a bucket is."""
+def bucket_elements(pipe, bucket):
+    """Return the number of elements in the flat buffer of a bucket."""
     sizes = {name: p.numel() for name, p in pipe.named_parameters()}
     return FlatLayout({name: sizes[name] for name in bucket}).num_elements
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (4, 1), (3, 1)])
-def test_a_rank_sends_its_part_of_its_own_stages_twice(plain, ranks, stages):
-    """(R-1)/R of the stage's bytes for the sums, as much for the parameters; no other stage's."""
+def test_rank_sends_only_gradients_and_parameters_of_its_stage(plain, ranks, stages):
+    """(R-1)/R of the stage's bytes to reduce gradients, and as much to gather parameters."""
 
     def body(world):
         outer = {"shard": "flat", "bucket_bytes": 500}
@@ -227,7 +227,7 @@ def test_a_rank_sends_its_part_of_its_own_stages_twice(plain, ranks, stages):
             sent.append(group.sent.num_bytes - before)
         (stage,) = pipe.stages
         padded = [
-            -(-row_of(pipe, bucket) // group.size) * group.size
+            -(-bucket_elements(pipe, bucket) // group.size) * group.size
             for bucket in pipe.layout.tables.buckets[stage]
         ]
         theory = 8 * sum(padded) * (group.size - 1) // group.size
@@ -236,11 +236,11 @@ def test_a_rank_sends_its_part_of_its_own_stages_twice(plain, ranks, stages):
 
     for sent, theory, own in run_on_threads(ranks, body):
         assert sent == [theory, theory]
-        assert own <= theory <= 1.3 * own  # small tensors begin at multiples of 16 elements
+        assert own <= theory <= 1.3 * own  # tensors start at multiples of 16 elements
 
 
-class Twice(torch.optim.SGD):
-    """Changes the parameters once more behind the step of the class it inherits from."""
+class HalvingSGD(torch.optim.SGD):
+    """SGD that halves the parameters after the step of its base class."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -248,15 +248,15 @@ class Twice(torch.optim.SGD):
             torch._foreach_mul_([p for group in self.param_groups for p in group["params"]], 0.5)
 
 
-def test_a_step_may_call_that_of_the_class_it_inherits_from(plain):
-    """Torch tells of the end of both, once each class has been used by itself."""
+def test_optimizer_step_may_call_its_base_class_step(plain):
+    """Torch runs post-step hooks after both steps if the base class was instantiated, too."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
     def body(world):
         outer = {"shard": "flat", "bucket_bytes": 500}
         pipe = make(blocks(plain), world, 1, outer=outer)
         before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
-        optimizer = pipe.optimizer(lambda own: Twice(own, lr=0.0))
+        optimizer = pipe.optimizer(lambda own: HalvingSGD(own, lr=0.0))
         train_rank(plain, pipe, optimizer)
         pipe.await_parameters()
         return before, {name: p.detach().clone() for name, p in pipe.named_parameters()}
@@ -267,8 +267,8 @@ def test_a_step_may_call_that_of_the_class_it_inherits_from(plain):
         assert all(len(each) == 1 and each > 0 for each in halves.values()), halves
 
 
-def test_parameters_are_gathered_while_the_first_forward_runs(plain):
-    """A layer waits for its own bucket; those of later layers may be under way."""
+def test_parameters_are_gathered_during_the_first_forward(plain):
+    """A layer waits for its own bucket only; those of later layers may be in flight."""
 
     def body(world):
         pipe = make(blocks(plain), world, 1, outer={"shard": "flat", "bucket_bytes": 8})
@@ -286,11 +286,11 @@ def test_parameters_are_gathered_while_the_first_forward_runs(plain):
 
     for seen, count in run_on_threads(2, body):
         assert [index for index, _ in seen] == [0, 1, 2, 3]
-        left = [under_way for _, under_way in seen]
-        assert count > left[0] > left[1] > left[2] > left[3] == 0
+        in_flight = [number for _, number in seen]
+        assert count > in_flight[0] > in_flight[1] > in_flight[2] > in_flight[3] == 0
 
 
-def test_the_table_names_what_is_gathered_ahead_of_the_first_forward(plain):
+def test_table_gathers_buckets_just_before_the_first_forward(plain):
     def body(world):
         pipe = make(blocks(plain), world, 2, outer={"shard": "flat", "bucket_bytes": 300})
         tables = pipe.layout.tables
@@ -306,8 +306,8 @@ def test_the_table_names_what_is_gathered_ahead_of_the_first_forward(plain):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_measured_timeline_shows_when_parameters_were_gathered(plain, overlap):
-    """Beside the first forwards, from the second step on; it showed reductions alone."""
+def test_measured_timeline_shows_parameter_gathering(plain, overlap):
+    """From the second step on. Regression: the timeline showed reductions only."""
 
     def body(world):
         outer = {"shard": "flat", "bucket_bytes": 300, "overlap": overlap}
@@ -332,28 +332,28 @@ def test_a_measured_timeline_shows_when_parameters_were_gathered(plain, overlap)
     assert "UNSHARD" in chrome_trace([second]) and "parameters gathered" in draw_svg(second)
 
 
-def test_reading_evaluating_and_predicting_wait_for_the_parameters(plain):
+def test_reads_evaluation_and_prediction_wait_for_parameters(plain):
     def body(world):
         pipe = make(blocks(plain), world, 1, outer={"shard": "flat"})
         optimizer = pipe.optimizer(sgd)
         (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
         found = []
-        for look in (
+        for read in (
             lambda: pipe.evaluate(inputs[part], targets[part]).loss,
             lambda: pipe.predict(inputs[:8]),
             lambda: torch.cat([p.flatten() for p in pipe.parameters()]),
         ):
             pipe.step(inputs[part], targets[part])
             optimizer.step()
-            found.append(torch.as_tensor(look()))
+            found.append(torch.as_tensor(read()))
         return found
 
     for one, other in zip(*run_on_threads(2, body), strict=True):
         assert torch.equal(one, other)
 
 
-def test_unused_frozen_and_refrozen_parameters_stay_as_they_are(plain):
-    """As in plain torch: neither weight decay nor momentum touches what has no gradient."""
+def test_unused_and_frozen_parameters_do_not_change(plain):
+    """As in plain torch, weight decay and momentum skip parameters without a gradient."""
     frozen = {"layers.0.first.weight", "layers.3.second.bias"}
     later = {"layers.0.second.weight", "layers.2.first.bias"}
 
@@ -377,12 +377,12 @@ def test_unused_frozen_and_refrozen_parameters_stay_as_they_are(plain):
     for name in start:
         assert torch.equal(start[name], between[name]) == (name in frozen | unused)
         assert torch.equal(between[name], after[name]) == (name in frozen | unused | later)
-    plainly = run_on_threads(2, lambda world: body(world, "none"))[0]
+    unsharded = run_on_threads(2, lambda world: body(world, "none"))[0]
     for name, value in after.items():
-        torch.testing.assert_close(value, plainly[2][name], rtol=0, atol=1e-12)
+        torch.testing.assert_close(value, unsharded[2][name], rtol=0, atol=1e-12)
 
 
-def test_a_parameter_unfrozen_later_is_refused_by_name(plain):
+def test_parameter_unfrozen_after_optimizer_creation_raises(plain):
     def body(world):
         pipe = make(blocks(plain), world, 1, outer={"shard": "flat"})
         first = dict(pipe.named_parameters())["layers.0.first.weight"].requires_grad_(False)
@@ -395,7 +395,7 @@ def test_a_parameter_unfrozen_later_is_refused_by_name(plain):
         run_on_threads(2, body)
 
 
-def test_fewer_elements_than_replicas(plain):
+def test_fewer_elements_than_replicas_match_one_process(plain):
     """Some replicas then have nothing to update."""
     layers = [plain.Recipe(make_scale, ())]
     ours = train(plain, layers, 4, 1)
@@ -415,8 +415,8 @@ def make_scale():
     return Scale()
 
 
-def test_a_step_without_an_optimizer_of_the_pipeline_is_refused(plain):
-    """A plain one would find no gradients and never change a weight, without a word."""
+def test_step_without_an_optimizer_of_the_pipeline_raises(plain):
+    """Otherwise a plain optimizer would find no gradients and silently never change a weight."""
 
     def body(world):
         pipe = make(blocks(plain), world, 1, outer={"shard": "flat"})
@@ -437,7 +437,7 @@ def test_a_step_without_an_optimizer_of_the_pipeline_is_refused(plain):
         (torch.optim.Muon, {}),
     ],
 )
-def test_optimizers_that_need_whole_tensors_are_refused_by_name(plain, kind, options):
+def test_optimizer_that_needs_whole_tensors_is_rejected_by_name(plain, kind, options):
     def body(world):
         pipe = make(blocks(plain), world, 2, outer={"shard": "flat"})
         pipe.optimizer(lambda ps: kind([p for p in ps if p.ndim == 2], **options))
@@ -461,7 +461,7 @@ def test_optimizers_that_need_whole_tensors_are_refused_by_name(plain, kind, opt
         (torch.optim.Rprop, {}),
     ],
 )
-def test_optimizers_that_go_element_by_element_are_taken(plain, kind, options):
+def test_elementwise_optimizer_matches_one_process(plain, kind, options):
     layers = blocks(plain, 2)
     factory = lambda parameters: kind(parameters, **options)  # noqa: E731
     ours = train(plain, layers, 2, 1, factory)
@@ -471,8 +471,8 @@ def test_optimizers_that_go_element_by_element_are_taken(plain, kind, options):
 @pytest.mark.parametrize(
     "config", [LARSConfig(), LAMBConfig(), LARSConfig(lr=0.0)], ids=["lars", "lamb", "still"]
 )
-def test_optimizers_that_follow_norms_are_refused_by_name(plain, config):
-    """Also one that moves a weight by a thousandth, or not yet."""
+def test_norm_based_optimizer_is_rejected_by_name(plain, config):
+    """Even if its steps are small, or zero because of lr=0."""
 
     def body(world):
         pipe = make(blocks(plain), world, 1, outer={"shard": "flat"})
@@ -483,14 +483,14 @@ def test_optimizers_that_follow_norms_are_refused_by_name(plain, config):
         run_on_threads(2, body)
 
 
-def test_replicas_of_unequal_speed_share_the_state(plain):
-    """One runs three times as many micro-batches, and has half of the state."""
+def test_unequal_sharded_replicas_match_one_process(plain):
+    """One replica runs three times as many micro-batches and keeps half of the state."""
     layers = blocks(plain)
     ours = train(plain, layers, 2, 1, outer={"weights": [3, 1]})
     assert ours.distance(expected(plain, layers, 2)) < 1e-10
 
 
-def test_groups_keep_their_options_and_names(plain):
+def test_parameter_groups_keep_options_and_names(plain):
     def body(world):
         pipe = make(blocks(plain), world, 1, outer={"shard": "flat", "bucket_bytes": 300})
         optimizer = pipe.optimizer(
@@ -519,7 +519,7 @@ def test_groups_keep_their_options_and_names(plain):
     assert len(united) == 4 * 5
 
 
-def test_a_group_added_later_is_refused(plain):
+def test_parameter_group_added_later_is_rejected(plain):
     def body(world):
         pipe = make(blocks(plain), world, 1, outer={"shard": "flat"})
         first, *others = pipe.parameters()
@@ -531,7 +531,7 @@ def test_a_group_added_later_is_refused(plain):
         run_on_threads(2, body)
 
 
-def test_two_optimizers_share_the_parameters(plain):
+def test_two_optimizers_with_disjoint_parameters_match_one_process(plain):
     """Each gathers the buckets that it updates."""
     layers = blocks(plain)
 
@@ -558,7 +558,7 @@ def test_two_optimizers_share_the_parameters(plain):
     assert ours.distance(other) < 1e-10
 
 
-def test_float16_steps_that_overflow_are_skipped_on_all(plain):
+def test_float16_overflow_skips_step_on_all_replicas(plain):
     def body(world, shard):
         pipe = Pipeline(
             [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)],
@@ -575,7 +575,7 @@ def test_float16_steps_that_overflow_are_skipped_on_all(plain):
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
             inputs = torch.randn(8, WIDTH, generator=generator)
-            inputs[0] *= 1e4 if step == 1 else 1  # of the first replica alone
+            inputs[0] *= 1e4 if step == 1 else 1  # on the first replica only
             part = pipe.share(8)
             result = pipe.step(inputs[part], torch.zeros(8, WIDTH)[part])
             skipped.append(result.is_skipped)
@@ -584,17 +584,17 @@ def test_float16_steps_that_overflow_are_skipped_on_all(plain):
             weights.append(torch.cat([p.detach().flatten().clone() for p in pipe.parameters()]))
         return skipped, weights
 
-    plainly = run_on_threads(2, lambda world: body(world, "none"))
-    ours = run_on_threads(2, lambda world: body(world, "flat"))
-    assert any(plainly[0][0]) and not all(plainly[0][0])
-    for (skipped, weights), (others, wanted) in zip(ours, plainly, strict=True):
+    unsharded = run_on_threads(2, lambda world: body(world, "none"))
+    sharded = run_on_threads(2, lambda world: body(world, "flat"))
+    assert any(unsharded[0][0]) and not all(unsharded[0][0])
+    for (skipped, weights), (others, wanted) in zip(sharded, unsharded, strict=True):
         assert skipped == others
         for weight, other in zip(weights, wanted, strict=True):
             torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
 
 
-def test_one_replica_is_not_divided(plain):
-    """Any optimizer will do."""
+def test_single_replica_is_not_sharded(plain):
+    """Any optimizer works then."""
 
     def body(world):
         pipe = make(blocks(plain), world, 1, outer={"shard": "flat"})
@@ -607,20 +607,20 @@ def test_one_replica_is_not_divided(plain):
     assert ours.distance(other) < 1e-12
 
 
-def test_a_rank_without_parameters_takes_part(plain):
+def test_rank_without_parameters_takes_part_in_sharding(plain):
     layers = [*blocks(plain, 2), plain.Recipe(nn.Identity, ()), plain.Recipe(nn.Identity, ())]
     ours = train(plain, layers, 4, 2, schedule="gpipe")
     assert ours.distance(expected(plain, layers, 2)) < 1e-10
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(plain):
+def test_unknown_shard_name_error_lists_known_names(plain):
     with pytest.raises(ConfigError, match=r"outer\.shard, expected one of .*oss, got 'zero'"):
         run_on_threads(1, lambda w: make(blocks(plain), w, 1, outer={"shard": "zero"}))
 
 
 @pytest.mark.parametrize("shard", ["none", "flat"])
-def test_tensors_in_buckets_begin_where_kernels_load_several_numbers(plain, shard):
-    """On a GPU the norm of a gradient behind a bias of 5 numbers had another last bit."""
+def test_tensors_in_buckets_start_at_aligned_offsets(plain, shard):
+    """Regression: on a GPU, a gradient norm after a bias of 5 elements differed in its last bit."""
 
     def body(world):
         layers = [LayerSpec(nn.Linear, WIDTH, 5), LayerSpec(nn.Linear, 5, WIDTH)]

@@ -1,4 +1,4 @@
-"""Divided optimizers on real processes: over Gloo, and by fairscale's OSS, which needs them."""
+"""Sharded optimizers in processes: flat over Gloo, and fairscale's OSS, which needs processes."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def muon(parameters):
 FACTORIES = {"adamw": adamw, "muon": muon, "adagrad": torch.optim.Adagrad}
 
 
-def opened(stages, size, shard, kind="adamw", tied=False, world=None, **options):
+def make(stages, size, shard, kind="adamw", tied=False, world=None, **options):
     pipe = Pipeline(
         specs(tied),
         square_sum,
@@ -67,7 +67,7 @@ def train(pipe, optimizer, first=0, last=3, max_norm=0.5):
     return norms, {name: p.detach().clone() for name, p in pipe.named_parameters()}
 
 
-def kept(optimizer):
+def kept_bytes(optimizer):
     return sum(
         value.nbytes
         for state in optimizer.state.values()
@@ -82,15 +82,15 @@ def assert_near(one, other, atol):
         torch.testing.assert_close(value, other[name], rtol=0, atol=atol)
 
 
-def test_flat_shards_over_gloo(processes, tmp_path):
-    """2 x 2 processes equal those with whole optimizers to the bit, and keep half of the state."""
+def test_flat_sharding_over_gloo_is_bitwise_equal_and_halves_state(processes, tmp_path):
+    """2 stages x 2 replicas, compared with whole optimizers."""
 
     def body(rank):
         found = []
         world = start_world()
         for shard in ("none", "flat"):
-            pipe, optimizer = opened(2, 4, shard, world=world, schedule="one_f_one_b")
-            found.append((train(pipe, optimizer, max_norm=float("inf")), kept(optimizer)))
+            pipe, optimizer = make(2, 4, shard, world=world, schedule="one_f_one_b")
+            found.append((train(pipe, optimizer, max_norm=float("inf")), kept_bytes(optimizer)))
         return found
 
     ranks = processes(4, body, tmp_path)
@@ -102,11 +102,11 @@ def test_flat_shards_over_gloo(processes, tmp_path):
         assert max(parts) <= 0.6 * sum(parts)
 
 
-def test_a_process_may_end_right_behind_an_optimizers_step(processes, tmp_path):
-    """Its gathering goes on to the end: the others wait for its shard."""
+def test_process_may_exit_right_after_an_optimizer_step(processes, tmp_path):
+    """Its gathering must finish first, because others wait for its shard."""
 
     def body(rank):
-        pipe, optimizer = opened(1, 2, "flat")
+        pipe, optimizer = make(1, 2, "flat")
         inputs, targets = batches(1, ROWS, WIDTH)[0]
         part = pipe.share(ROWS)
         pipe.step(inputs[part], targets[part])
@@ -120,40 +120,40 @@ def test_a_process_may_end_right_behind_an_optimizers_step(processes, tmp_path):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adagrad"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_whole_tensors_by_oss(processes, tmp_path, kind, tied):
-    """Equal to whole optimizers to the bit, also for those that need whole matrices."""
+def test_oss_sharding_is_bitwise_equal_to_whole_optimizers(processes, tmp_path, kind, tied):
+    """Also for optimizers that need whole matrices, such as Muon."""
 
     def body(rank):
         found = []
         world = start_world()
         for shard in ("none", "oss"):
-            pipe, optimizer = opened(2, 4, shard, kind, tied, world)
-            found.append((train(pipe, optimizer), kept(optimizer)))
+            pipe, optimizer = make(2, 4, shard, kind, tied, world)
+            found.append((train(pipe, optimizer), kept_bytes(optimizer)))
         own = {
             name: (p.numel(), p.requires_grad)
             for name, p in pipe.named_parameters()
             if name not in next(iter(pipe.stages.values())).tied and (kind != "muon" or p.ndim == 2)
         }
-        divided = assign_owners({n: c for n, (c, _) in own.items()}, 2)
+        sharded = assign_owners({n: c for n, (c, _) in own.items()}, 2)
         held = {n for n in pipe.owned_parameters() if n in own}
-        return found, held == {n for n, owner in divided.items() if owner == pipe.replica}
+        return found, held == {n for n, owner in sharded.items() if owner == pipe.replica}
 
     ranks = processes(4, body, tmp_path)
-    for (plain, whole), (divided, part) in (found for found, _ in ranks):
-        assert divided[0] == plain[0]
-        assert_near(divided[1], plain[1], 0.0)
+    for (plain, whole), (sharded, part) in (found for found, _ in ranks):
+        assert sharded[0] == plain[0]
+        assert_near(sharded[1], plain[1], 0.0)
         assert part < whole
-    assert all(as_told for _, as_told in ranks)
+    assert all(owners_match for _, owners_match in ranks)
 
 
-def test_a_checkpoint_of_oss_goes_on_whole_and_flat(processes, tmp_path):
+def test_oss_checkpoint_resumes_with_oss_unsharded_and_flat(processes, tmp_path):
     path = tmp_path / "kept"
 
     def saved(rank):
-        pipe, optimizer = opened(1, 2, "oss")
+        pipe, optimizer = make(1, 2, "oss")
         train(pipe, optimizer, 0, 3)
         pipe.save(path, optimizer)
-        again, fresh = opened(1, 2, "oss", world=pipe.world)
+        again, fresh = make(1, 2, "oss", world=pipe.world)
         again.load(path, fresh)
         return train(pipe, optimizer, 3, 6), train(again, fresh, 3, 6)
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_oss_goes_on_whole_and_flat(processes, tmp_path):
         assert_near(whole, again, 0.0)
 
     def resumed(world, stages, shard):
-        pipe, optimizer = opened(stages, world.size, shard, world=world)
+        pipe, optimizer = make(stages, world.size, shard, world=world)
         pipe.load(path, optimizer)
         return train(pipe, optimizer, 3, 6)
 
@@ -172,11 +172,11 @@ def test_a_checkpoint_of_oss_goes_on_whole_and_flat(processes, tmp_path):
         assert_near(found, ranks[0][0][1], 1e-10)
 
 
-def test_parameters_frozen_in_mid_run_stay_under_oss(processes, tmp_path):
+def test_parameter_frozen_mid_run_does_not_change_under_oss(processes, tmp_path):
     def body(rank):
         world, found = start_world(), []
         for shard in ("none", "oss"):
-            pipe, optimizer = opened(1, 2, shard, world=world)
+            pipe, optimizer = make(1, 2, shard, world=world)
             train(pipe, optimizer, 0, 2)
             named = dict(pipe.named_parameters())
             named["layers.1.first.weight"].requires_grad_(False)
@@ -187,10 +187,10 @@ def test_parameters_frozen_in_mid_run_stay_under_oss(processes, tmp_path):
             found.append(train(pipe, optimizer, 4, 6)[1])
         return found
 
-    for plain, divided in processes(2, body, tmp_path):
-        assert_near(divided, plain, 0.0)
+    for plain, sharded in processes(2, body, tmp_path):
+        assert_near(sharded, plain, 0.0)
 
 
-def test_oss_on_threads_is_refused():
+def test_oss_on_threads_is_rejected():
     with pytest.raises(ConfigError, match=r"outer\.shard=oss needs process groups"):
-        run_on_threads(2, lambda world: opened(1, 2, "oss", world=world))
+        run_on_threads(2, lambda world: make(1, 2, "oss", world=world))

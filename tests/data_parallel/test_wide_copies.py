@@ -1,4 +1,4 @@
-"""Many copies of a stage, each connected with few: every choice trains to the bits of a mesh."""
+"""Many replicas, each connected to few others, train bitwise equal to a full mesh."""
 
 import pytest
 import torch
@@ -14,17 +14,17 @@ SUMS = [
     *({"hierarchy": name} for name in (*("none", "host")[1:], SIZE // 2)),
     *({"compress": name, "topk_fraction": 0.2} for name in choices_of(Outer, "compress")[1:]),
 ]
-DIVIDED = [
+SHARDED = [
     {"shard": name} for name in choices_of(Outer, "shard") if name != "oss"
-]  # that is tried on processes
-DIVIDED += [{"shard": "flat", "order": "rank"}]
-APART = [{"every": 2, "behind": 1, "parts": 2} | each for each in SUMS]
-# Its sums take several rounds, and came into the row of the wide group between others.
-SLOW_SUMS = [each for each in APART if each.get("compress") == "powersgd"]
+]  # oss is tested with processes
+SHARDED += [{"shard": "flat", "order": "rank"}]
+LOCAL_SGD = [{"every": 2, "behind": 1, "parts": 2} | each for each in SUMS]
+# Regression: the several rounds of a PowerSGD sum were mixed with other sums of the wide group.
+SLOW_SUMS = [each for each in LOCAL_SGD if each.get("compress") == "powersgd"]
 
 
 def trained(world, outer, path):
-    """Train a few steps, save, and return what is left of them."""
+    """Train three steps, save a checkpoint, and return losses, weights and the outer state."""
     pipe = Pipeline(
         linears(3, WIDTH),
         square_sum,
@@ -49,13 +49,13 @@ def trained(world, outer, path):
     "outer",
     [
         *SUMS,
-        *DIVIDED,
+        *SHARDED,
         *SLOW_SUMS,
-        *(product(each) for each in APART if each not in SLOW_SUMS),
+        *(product(each) for each in LOCAL_SGD if each not in SLOW_SUMS),
     ],
     ids=lambda outer: "-".join(f"{name}={value}" for name, value in outer.items()),
 )
-def test_training_has_the_bits_of_a_mesh_over_few_connections(outer, tmp_path, stored_tensors):
+def test_sparse_group_trains_bitwise_equal_to_a_full_mesh(outer, tmp_path, stored_tensors):
     def narrow(world):
         return trained(world, outer, tmp_path / "narrow")
 
@@ -68,7 +68,7 @@ def test_training_has_the_bits_of_a_mesh_over_few_connections(outer, tmp_path, s
         run_on_threads(SIZE, narrow), run_on_threads(SIZE, wide), strict=True
     ):
         torch.testing.assert_close(ours, mesh, rtol=0, atol=0)
-        # Of 9 others: those 1, 2 and 4 places away both ways, and two that an algorithm needs.
+        # Of 9 peers: those at distance 1, 2 and 4 in both directions, and two for an algorithm.
         assert peers and max(number for _, number in peers) <= 8, peers
         assert {size for size, _ in peers} == {SIZE}
     torch.testing.assert_close(
@@ -76,8 +76,8 @@ def test_training_has_the_bits_of_a_mesh_over_few_connections(outer, tmp_path, s
     )
 
 
-def test_states_that_lie_on_many_copies_are_saved_whole(tmp_path, stored_tensors):
-    """Each weight and its momentum lie on nine copies; those hand them on to the writer."""
+def test_state_sharded_over_many_replicas_is_saved_whole(tmp_path, stored_tensors):
+    """Nine replicas hold parts of each weight and its momentum, and send them to the writer."""
     for name, shard in (("whole", "none"), ("divided", "flat")):
         outer = {"shard": shard, "order": "rank"}
         run_on_threads(SIZE, lambda world, o=outer, n=name: trained(world, o, tmp_path / n))
