@@ -1,6 +1,6 @@
-"""The same training whatever the layout: against a plain loop, bit for bit.
+"""Training in every layout is bitwise equal to a plain loop.
 
-The plain loop (conftest.py) has nothing of gpipe_hpc in it: it derives the published keys itself.
+The plain loop (conftest.py) does not use gpipe_hpc; it computes the published seeds itself.
 """
 
 import math
@@ -42,13 +42,13 @@ def recipes(plain, dropout):
 
 
 def loss_fn(logits, targets):
-    """Return summed cross-entropy and the number of tokens that count."""
+    """Return the summed cross-entropy and the number of targets that are not ignored."""
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total, (targets != -100).sum()
 
 
 def make_batches():
-    """Return five batches: even, odd, and with fewer samples than micro-batches."""
+    """Return five batches of even and odd sizes, one with fewer samples than micro-batches."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for size in (16, 16, 11, 3, 13):
@@ -62,7 +62,7 @@ def make_batches():
 
 @pytest.fixture(scope="module")
 def references(plain):
-    """Return a function that trains in the plain way, each setting once."""
+    """Return a function that trains with the plain loop and caches the result of each setting."""
     known = {}
     batches = make_batches()
 
@@ -107,7 +107,7 @@ def train_pipeline(plain, dropout, stages, replicas, **settings):
     (0.3, 0.0),
     strength=3,
 )
-def test_training_equals_the_plain_loop(
+def test_training_equals_plain_loop(
     plain, references, stages, replicas, microbatches, schedule, recompute, dropout
 ):
     ours = train_pipeline(
@@ -125,8 +125,8 @@ def test_training_equals_the_plain_loop(
     assert ours.distance(usual) < 1e-10
 
 
-def test_trainings_are_infinitely_apart_where_a_number_or_a_gradient_is_missing(plain):
-    """The largest difference was taken by max(), which passes over what is no number."""
+def test_distance_is_infinite_for_nan_or_missing_gradient(plain):
+    """Regression: the largest difference was computed with max(), which can ignore NaN."""
 
     def training(second):
         gradients = {"first": torch.zeros(2), "second": second}
@@ -138,8 +138,8 @@ def test_trainings_are_infinitely_apart_where_a_number_or_a_gradient_is_missing(
         assert training(second).distance(whole) == whole.distance(training(second)) == math.inf
 
 
-def test_references_differ_where_they_should(plain, references):
-    """What the tests above compare is not constant: dropout, clipping and order all show."""
+def test_references_depend_on_dropout_order_and_clipping(plain, references):
+    """Otherwise the comparisons with the references would not cover these settings."""
     settings = {"replicas": 1, "microbatches": 8}
     drawn = references(0.3, **settings, schedule="gpipe")
     assert drawn.distance(references(0.0, **settings, schedule="gpipe")) > 1e-3
@@ -147,13 +147,13 @@ def test_references_differ_where_they_should(plain, references):
     assert min(drawn.norms) > MAX_NORM
 
 
-def test_without_dropout_the_cut_into_microbatches_does_not_matter(plain, references):
+def test_number_of_microbatches_does_not_matter_without_dropout(plain, references):
     ours = train_pipeline(plain, 0.0, 2, 2, microbatches=3)
     assert ours.distance(references(0.0, microbatches=1, gradients_of=plain.scale_each)) < 1e-10
 
 
 def test_replicas_do_not_change_dropout(plain):
-    """The same six global micro-batches, in one pipeline or two: the same masks."""
+    """Six micro-batches have the same masks on one replica as on two replicas of three."""
     one = train_pipeline(plain, 0.3, 2, 1, microbatches=6)
     two = train_pipeline(plain, 0.3, 2, 2, microbatches=3)
     assert one.distance(two) < 1e-10

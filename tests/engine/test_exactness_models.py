@@ -1,7 +1,7 @@
-"""Models that are more than a chain, against the plain model: gradients, weights, statistics.
+"""Models with skips, ties and BatchNorm have the gradients and weights of a plain model.
 
-The reference is a loop over micro-batches in one process, written here: its own stashes, torch's
-own BatchNorm, whose running statistics are replaced by those of all inputs of the step.
+The reference is a loop over micro-batches in one process, implemented here, with its own stashes
+and torch's BatchNorm, whose running statistics are updated from all inputs of the step.
 """
 
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ def optimizer_of(parameters):
 
 
 class PlainModel:
-    """The whole model in one process, with nothing of the engine in it."""
+    """The whole model in one process, without the engine."""
 
     def __init__(self, case, device):
         self.specs = case.layers()
@@ -149,7 +149,7 @@ class PlainModel:
         }
 
     def pool(self, before):
-        """Replace the running statistics by those of all micro-batches' inputs at once."""
+        """Update the running statistics from the inputs of all micro-batches at once."""
         for where, norm in self.norms.items():
             seen = torch.cat([x.transpose(0, 1).flatten(1) for x in self.inputs[where]], 1)
             for name, pooled in (("running_mean", seen.mean(1)), ("running_var", seen.var(1))):
@@ -159,7 +159,7 @@ class PlainModel:
 
 
 def train_plain(case, device):
-    """Return the loss and gradients of each step, and the weights and statistics at the end."""
+    """Train; return loss and gradients of each step, and the final weights and statistics."""
     model = PlainModel(case, device)
     parameters = model.named_parameters()
     optimizer, steps = optimizer_of(parameters.values()), []
@@ -167,13 +167,13 @@ def train_plain(case, device):
         before = model.statistics()
         optimizer.zero_grad()
         total, weight = 0.0, 0
-        brought = (x.to(device) for x in case.batch(step))
-        pieces = (torch.tensor_split(x, NUM_MICROBATCHES) for x in brought)
+        moved = (x.to(device) for x in case.batch(step))
+        pieces = (torch.tensor_split(x, NUM_MICROBATCHES) for x in moved)
         for m, (x, target) in enumerate(zip(*pieces, strict=True)):
             part, count, *_ = case.loss_fn(model.forward(x, step, m), target)
             part.backward()
             total, weight = total + part.item(), weight + int(count)
-        # A GPU multiplies by the reciprocal of a number of the host, which rounds twice.
+        # A GPU divides by a host number through its reciprocal, which rounds twice.
         divisor = torch.tensor(weight, device=device)
         for parameter in parameters.values():
             parameter.grad /= divisor.to(parameter.dtype)
@@ -197,7 +197,7 @@ def plain(device):
 
 
 def train(world, case, **settings):
-    """Train on this rank; return what `train_plain` does, of its own stages."""
+    """Train on this rank; return the results of `train_plain` for the rank's own stages."""
     settings = {"microbatches": NUM_MICROBATCHES, **settings}
     pipe = Pipeline(
         case.layers(), case.loss_fn, partition="uniform", seed=SEED, world=world, **settings
@@ -217,9 +217,9 @@ def train(world, case, **settings):
 
 
 def largest_difference(mine, theirs):
-    """Return it relative to the largest number of its tensor, where that is above 1.
+    """Return the largest difference, relative to the largest value of its tensor if that exceeds 1.
 
-    Gradients here reach 58: the last bits of their sums differ between processors.
+    Gradients here reach 58; the last bits of their sums differ between processors.
     """
     return largest(
         (mine[name] - theirs[name]).abs().max().item() / max(1.0, theirs[name].abs().max().item())
@@ -258,7 +258,7 @@ GRID = [(name, s, mode) for name in CASES for s in SCHEDULES for mode in MODES]
 
 
 @pytest.mark.parametrize(("name", "schedule", "recompute"), sorted(FAST))
-def test_equals_the_plain_model(plain, on_threads, name, schedule, recompute):
+def test_training_equals_plain_model(plain, on_threads, name, schedule, recompute):
     assert_plain_model(plain, on_threads, name, schedule, recompute)
 
 
@@ -273,10 +273,10 @@ def test_equals_the_plain_model(plain, on_threads, name, schedule, recompute):
         ("resnet", 7, 4, "zb_h1", "never"),
     ],
 )
-def test_equals_the_plain_model_with_holes(
+def test_training_with_partial_replica_equals_plain_model(
     plain, on_threads, name, ranks, stages, schedule, recompute
 ):
-    """Skips, ties and BatchNorm on two pipelines of which the second is not all there."""
+    """The second of two pipelines lacks some of its ranks."""
     assert_plain_model(
         plain, on_threads, name, schedule, recompute, ranks, stages=stages, microbatches=2
     )
@@ -284,5 +284,7 @@ def test_equals_the_plain_model_with_holes(
 
 @pytest.mark.product
 @pytest.mark.parametrize(("name", "schedule", "recompute"), [c for c in GRID if c not in FAST])
-def test_equals_the_plain_model_everywhere(plain, on_threads, name, schedule, recompute):
+def test_training_equals_plain_model_in_all_other_settings(
+    plain, on_threads, name, schedule, recompute
+):
     assert_plain_model(plain, on_threads, name, schedule, recompute)

@@ -1,4 +1,4 @@
-"""Random models, cuts and layouts train as the plain loop does, to the last bit."""
+"""Random models, partitions and layouts train bitwise as the plain loop."""
 
 import itertools
 from functools import partial
@@ -16,7 +16,7 @@ SGD = partial(torch.optim.SGD, lr=0.05)
 
 
 def main_of(nest):
-    """Return the tensor of a boundary that every layer works on."""
+    """Return the tensor of a stage boundary that every layer transforms."""
     if isinstance(nest, dict):
         return nest["x"]
     return nest[0] if isinstance(nest, tuple) else nest
@@ -29,7 +29,7 @@ def with_main(nest, x):
 
 
 class On(nn.Module):
-    """Apply a module to the main tensor, whatever comes with it."""
+    """Apply a module to the main tensor and pass on the other values."""
 
     def __init__(self, make, *args):
         super().__init__()
@@ -61,7 +61,7 @@ class HalfFrozen(nn.Linear):
 
 
 class Unused(nn.Linear):
-    """Has a parameter that nothing uses, and one that only odd micro-batches use."""
+    """Linear layer with an unused parameter, and one that only odd-sized micro-batches use."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
@@ -74,7 +74,7 @@ class Unused(nn.Linear):
 
 
 class Pack(nn.Module):
-    """Put everything into the boundary that may stand in one; values change with the data."""
+    """Return all kinds of values that a stage boundary may contain; some depend on the data."""
 
     def __init__(self, kind):
         super().__init__()
@@ -98,7 +98,7 @@ class Pack(nn.Module):
 
 
 class Unpack(nn.Module):
-    """Use what `Pack` put there, and go on with one tensor."""
+    """Use the values of `Pack` and return one tensor."""
 
     def forward(self, nest):
         x = main_of(nest)
@@ -113,7 +113,7 @@ class Unpack(nn.Module):
 
 
 class WriteInto(nn.Module):
-    """Write into the container that it was given, and return that."""
+    """Modify the container of the input and return it."""
 
     def forward(self, nest):
         if isinstance(nest, dict):
@@ -126,17 +126,18 @@ class Embed(nn.Embedding):
         super().__init__(5, WIDTH, dtype=torch.float64)
 
 
-def of_sums(nest, targets):
-    """Return a sum over the samples whose target is positive, and their number."""
+def row_sum_loss(nest, targets):
+    """Return the loss of the row sums of samples with positive target, and their number."""
     counts = (targets > 0).double()
     return ((main_of(nest).sum(1) - targets) ** 2 * counts).sum(), counts.sum()
 
 
-def of_numbers(nest, targets):
-    """Return the same, whose gradient has numbers of its own.
+def elementwise_loss(nest, targets):
+    """Return the loss of all elements of these samples, so that gradients within a row differ.
 
-    That of a sum is one number for a whole row. In one process it stays so, for which cuBLAS has
-    other kernels than for a gradient that was sent: on an H200 78 products of 180 differed.
+    The gradient of a sum is one number for a whole row. In one process it stays expanded, and
+    cuBLAS has other kernels for that than for a received gradient: on an H200, 78 of 180 matrix
+    products differed.
     """
     counts = (targets > 0).double()
     return ((main_of(nest) - targets[:, None]) ** 2 * counts[:, None]).sum(), counts.sum()
@@ -196,20 +197,20 @@ def make_batches(sizes, embeds):
 
 
 def cut_clones(batch, pieces):
-    """Cut a batch; in the plain loop an in-place layer would write into the data."""
+    """Split a batch into copies, because in-place layers of the plain loop modify the data."""
     return [piece.clone() for piece in torch.tensor_split(batch, pieces)]
 
 
 @QUICK
 @given(data=st.data())
-def test_any_model_in_any_layout_equals_the_plain_loop(plain, data):
+def test_random_model_in_random_layout_equals_plain_loop(plain, data):
     recipes = data.draw(models(plain), label="model")
     layout = data.draw(layouts(len(recipes)), label="layout")
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3), label="batch sizes")
     batches = make_batches(sizes, recipes[0].factory is Embed)
     given_data = [inputs.clone() for inputs, _ in batches]
     forwards = layout["microbatches"]
-    loss_fn = of_numbers if plain.device.is_accelerator else of_sums
+    loss_fn = elementwise_loss if plain.device.is_accelerator else row_sum_loss
     order = range(forwards - 1, -1, -1) if layout["schedule"] == "gpipe" else range(forwards)
     try:
         expected = plain.train(
@@ -224,7 +225,7 @@ def test_any_model_in_any_layout_equals_the_plain_loop(plain, data):
             cut=cut_clones,
         )
     except RuntimeError as error:
-        # Some writes in place destroy what autograd needs, in one process too.
+        # Some in-place writes destroy values that autograd needs, in one process as well.
         assert "modified by an inplace operation" in str(error)
         reject()
 

@@ -1,4 +1,4 @@
-"""What a step that failed leaves behind: nothing, and a pipeline that can go on or says why not."""
+"""A failed step frees its memory; a later step succeeds or repeats the error."""
 
 import gc
 
@@ -12,24 +12,24 @@ from gpipe_hpc.errors import ActionError, PeerError
 from tests.support import square_sum
 
 WIDTH = 4
-TWICE = {"stages_per_rank": 2}
+TWO_STAGES = {"stages_per_rank": 2}
 
 
 class Noted(nn.Linear):
-    """Keep weak references to what autograd saves of each forward."""
+    """Keep weak references to the tensors that autograd saves in each forward."""
 
     def __init__(self, made):
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
         self.made = made
 
     def forward(self, x):
-        inner = super().forward(x).exp()  # which saves its output
+        inner = super().forward(x).exp()  # exp saves its output
         self.made.append(StorageWeakRef(inner.untyped_storage()))
         return inner.tanh()
 
 
 class Fails(nn.Linear):
-    """Raise in the forward of one number, counted from 1."""
+    """Raise an error in forward number `at`, counted from 1."""
 
     def __init__(self, at):
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
@@ -49,10 +49,10 @@ def _data(samples=8):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options"), [("looped_bfs", TWICE), ("zb_v", {}), ("gpipe", {})]
+    ("schedule", "options"), [("looped_bfs", TWO_STAGES), ("zb_v", {}), ("gpipe", {})]
 )
-def test_a_step_that_failed_keeps_no_graph_alive(schedule, options):
-    """Who ran out of memory had all activations of the failed step in it until the next one."""
+def test_failed_step_keeps_no_graph_alive(schedule, options):
+    """Regression: after an out-of-memory error, the activations stayed until the next step."""
     made = []
     pipe = Pipeline(
         [Noted(made), Fails(at=2)],
@@ -71,10 +71,10 @@ def test_a_step_that_failed_keeps_no_graph_alive(schedule, options):
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize(
-    ("schedule", "options"), [("looped_bfs", TWICE), ("zb_v", {}), ("one_f_one_b", {})]
+    ("schedule", "options"), [("looped_bfs", TWO_STAGES), ("zb_v", {}), ("one_f_one_b", {})]
 )
-def test_one_process_goes_on_after_a_step_that_failed(schedule, options, recompute):
-    """The next step, of fewer samples, has the gradients of one that nothing went ahead of."""
+def test_step_after_a_failed_one_is_right_in_one_process(schedule, options, recompute):
+    """The next step, with fewer samples, has the gradients of a first step."""
 
     def gradients(at):
         torch.manual_seed(0)
@@ -92,15 +92,15 @@ def test_one_process_goes_on_after_a_step_that_failed(schedule, options, recompu
         pipe.step(*_data(samples=2))  # two of the micro-batches are empty
         return [parameter.grad for parameter in pipe.parameters()]
 
-    for mine, wanted in zip(gradients(at=3), gradients(at=None), strict=True):
-        assert torch.equal(mine, wanted)
+    for mine, expected in zip(gradients(at=3), gradients(at=None), strict=True):
+        assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
-def test_a_step_behind_one_that_failed_repeats_why(schedule, at):
-    """Threads took a message of the failed step for one of their own: a failed assertion."""
-    told = {0: [], 1: []}
+def test_step_after_a_failed_one_repeats_its_error(schedule, at):
+    """Regression: threads received messages of the failed step, and an assertion failed."""
+    errors = {0: [], 1: []}
 
     def body(world):
         layers = [Fails(3 if at == 0 else None), Fails(3 if at == 1 else None)]
@@ -118,12 +118,12 @@ def test_a_step_behind_one_that_failed_repeats_why(schedule, at):
             try:
                 pipe.step(*_data())
             except (ActionError, PeerError) as error:
-                told[world.rank].append(str(error))
+                errors[world.rank].append(str(error))
         raise PeerError("the messages of the failed step are left over")
 
     with pytest.raises(PeerError, match="left over"):
         run_on_threads(2, body, timeout_s=20)
-    texts = told[0] + told[1]
+    texts = errors[0] + errors[1]
     assert len(texts) == 4
     assert all(text.startswith(f"rank {at}, stage {at}, micro-batch ") for text in texts)
     assert all("broken on purpose" in text for text in texts)

@@ -1,4 +1,4 @@
-"""What connects the ranks of a group is made at the start, not in a forward."""
+"""Communicators of groups are created at startup, not in a forward."""
 
 import pytest
 from torch import nn
@@ -21,16 +21,16 @@ LAYERS = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.BatchNorm1d, 4), LayerSpec(nn
     ],
     ids=str,
 )
-def test_no_group_sums_on_a_device_for_the_first_time_in_a_step(settings, monkeypatch):
-    """NCCL makes a communicator in the first call: BatchNorm's was in a forward."""
+def test_first_all_reduce_of_each_group_is_made_at_startup(settings, monkeypatch):
+    """Regression: NCCL creates a communicator in the first call, which was a BatchNorm forward."""
     start = ThreadGroup.start_all_reduce
     called = {}
 
-    def noted(group, tensor):
+    def record(group, tensor):
         called.setdefault(id(group), (group, is_started[0]))
         return start(group, tensor)
 
-    monkeypatch.setattr(ThreadGroup, "start_all_reduce", noted)
+    monkeypatch.setattr(ThreadGroup, "start_all_reduce", record)
     is_started = [False]
     num_ranks = settings["stages"] * settings.get("replicas", 1)
 

@@ -1,4 +1,4 @@
-"""Any number of ranks: pipelines with holes train as one process does."""
+"""Partial replicas: any number of ranks trains as one process does."""
 
 from collections import Counter
 from functools import partial
@@ -14,7 +14,7 @@ from tests.support import batches, mean_square, product_of
 WIDTH = 6
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 SHAPES = [(3, 2), (5, 2), (5, 4), (6, 4), (7, 4), (7, 3)]
-SIZES = (13, 16, 3, 11)  # odd ones, and one of fewer samples than micro-batches
+SIZES = (13, 16, 3, 11)  # with odd sizes, and one of fewer samples than micro-batches
 
 
 class Block(nn.Module):
@@ -41,7 +41,7 @@ def make(world=None, **settings):
 
 
 def train(pipe, optimizer, steps):
-    """Train, clipping; return of each step the loss, the norm and this rank's gradients."""
+    """Train with clipping; return loss, gradient norm and this rank's gradients of each step."""
     found = []
     for inputs, targets in steps:
         part = pipe.share(len(inputs))
@@ -58,7 +58,7 @@ def run(world=None, **settings):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return what one process does with so many micro-batches, each number once."""
+    """Return a function that trains in one process and caches the result by micro-batches."""
     known = {}
 
     def train_alone(microbatches):
@@ -70,7 +70,7 @@ def alone():
 
 
 def assert_same(ranks, expected):
-    """Assert that ranks together did what one process did, and that none is left out."""
+    """Assert that the ranks together have the results of one process, for all parameters."""
     for step, (loss, norm, gradients) in enumerate(expected):
         seen = {}
         for own_loss, own_norm, own in (rank[step] for rank in ranks):
@@ -88,8 +88,8 @@ def assert_same(ranks, expected):
     ("always", "except_last", "never"),
     ("none", "flat"),
 )
-def test_holes_train_as_one_process_does(alone, shape, schedule, recompute, shard):
-    """With dropout, clipping, odd batches, and fewer samples than micro-batches."""
+def test_partial_replica_trains_as_one_process(alone, shape, schedule, recompute, shard):
+    """Covers dropout, clipping, odd batch sizes, and fewer samples than micro-batches."""
     ranks, stages = shape
     rows = -(-ranks // stages)
     settings = {"stages": stages, "microbatches": 3, "outer": {"shard": shard}}
@@ -103,8 +103,8 @@ def test_holes_train_as_one_process_does(alone, shape, schedule, recompute, shar
     ("gpipe", "one_f_one_b", "zb_h1", "auto"),
     ("except_last", "never"),
 )
-def test_holes_train_the_same_on_slow_ranks(alone, shape, schedule, recompute):
-    """The last rank takes four times as long, and the second one twice."""
+def test_partial_replica_with_slow_ranks_trains_as_one_process(alone, shape, schedule, recompute):
+    """The second rank takes twice as long as the others, and the last one four times as long."""
     ranks, stages = shape
     paces = [1, 2, *[1] * (ranks - 3), 4]
     settings = {"stages": stages, "microbatches": 3, "paces": paces, "recompute": recompute}
@@ -114,39 +114,39 @@ def test_holes_train_the_same_on_slow_ranks(alone, shape, schedule, recompute):
         return pipe.partition.rank_paces, train(pipe, optimizer, data())
 
     found = run_on_threads(ranks, body)
-    assert all(told == tuple(paces) for told, _ in found)
+    assert all(used_paces == tuple(paces) for used_paces, _ in found)
     assert_same([steps for _, steps in found], alone(3 * -(-ranks // stages)))
 
 
-def test_a_pipeline_with_holes_is_one_replica_that_takes_the_whole_batch():
+def test_ranks_with_a_partial_replica_all_take_the_whole_batch():
     def body(world):
         pipe, _ = make(world, stages=4, microbatches=3)
         return pipe.replica, pipe.stage_rank, pipe.share(13), pipe.needs_inputs, list(pipe.stages)
 
     found = run_on_threads(7, body)
     assert [each[:3] for each in found] == [(0, rank, slice(0, 13)) for rank in range(7)]
-    held = [stages for *_, stages in found]
-    assert all(len(stages) == 1 for stages in held)
-    assert sorted(Counter(stage for (stage,) in held).values()) == [1, 2, 2, 2]
-    assert [each[3] for each in found] == [0 in stages for stages in held]
+    stages_of_ranks = [stages for *_, stages in found]
+    assert all(len(stages) == 1 for stages in stages_of_ranks)
+    assert sorted(Counter(stage for (stage,) in stages_of_ranks).values()) == [1, 2, 2, 2]
+    assert [each[3] for each in found] == [0 in stages for stages in stages_of_ranks]
 
 
-def test_replicas_say_how_many_pipelines_the_batch_is_cut_for(alone):
-    """Two pipelines of four on eight ranks go on, with the same micro-batches, on five or four."""
+def test_replicas_setting_determines_number_of_microbatches(alone):
+    """A run on eight ranks keeps its micro-batches on five or four ranks."""
     for ranks in (5, 4):
         found = run_on_threads(ranks, partial(run, stages=4, replicas=2, microbatches=3))
         assert_same(found, alone(6))
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_stages_that_fit_the_ranks_train_the_same(alone, ranks):
-    """The micro-batches stay those of the request, however many ranks come."""
+def test_fitted_number_of_stages_trains_as_one_process(alone, ranks):
+    """The number of micro-batches is the requested one for any number of ranks."""
     settings = {"stages": "fit", "replicas": 2, "microbatches": 3, "schedule": "zb_h1"}
     assert_same(run_on_threads(ranks, partial(run, **settings)), alone(6))
 
 
-def test_a_checkpoint_moves_between_whole_pipelines_holes_and_one(tmp_path, alone):
-    """8 = 2 x 4 ranks, then 7 with a hole, then 4, then 3 of 2 stages: one training."""
+def test_checkpoint_moves_between_complete_and_partial_replicas(tmp_path, alone):
+    """One training runs on 8 = 2 x 4 ranks, then on 7, on 4, and on 3 with 2 stages."""
     layouts = [
         (8, {"stages": 4, "replicas": 2, "microbatches": 3}),
         (7, {"stages": 4, "microbatches": 3, "schedule": "zb_h1"}),
@@ -167,7 +167,7 @@ def test_a_checkpoint_moves_between_whole_pipelines_holes_and_one(tmp_path, alon
         assert_same(run_on_threads(ranks, body), alone(6)[step : step + 1])
 
 
-def test_evaluation_and_prediction_take_all_routes():
+def test_partial_replica_evaluates_and_predicts_as_one_process():
     inputs, targets = batches(1, 13, 3, 2)[0]
 
     def body(world, **settings):
@@ -180,8 +180,8 @@ def test_evaluation_and_prediction_take_all_routes():
         assert torch.allclose(own, outputs, rtol=0, atol=1e-12)
 
 
-def test_copies_of_a_stage_of_real_processes_are_one(processes, tmp_path, alone):
-    """Three processes, two stages: the sums over copies go through the backend."""
+def test_partial_replica_on_processes_trains_as_one_process(processes, tmp_path, alone):
+    """Three processes with two stages; all-reduces of replicated stages use the real backend."""
 
     def body(rank):
         return run(stages=2, microbatches=3, schedule="zb_h1")
@@ -190,7 +190,7 @@ def test_copies_of_a_stage_of_real_processes_are_one(processes, tmp_path, alone)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"schedule": "zb_v"}, r"use one of gpipe, one_f_one_b, zb_h1.*start 2 or 4 ranks"),
         ({"schedule": "auto", "schedule_options": {"placement": "wave"}}, "auto with placement"),
@@ -208,19 +208,19 @@ def test_copies_of_a_stage_of_real_processes_are_one(processes, tmp_path, alone)
         ),
     ],
 )
-def test_what_holes_cannot_do_is_refused_with_a_remedy(settings, words):
-    with pytest.raises(ConfigError, match=words):
+def test_unsupported_setting_raises_error_with_remedy(settings, message):
+    with pytest.raises(ConfigError, match=message):
         run_on_threads(3, partial(make, **{"stages": 2, "microbatches": 2, **settings}))
 
 
-def test_ranks_that_make_whole_pipelines_are_these(alone):
-    """Eight ranks with four stages were refused, while seven of them ran with a hole."""
+def test_complete_replicas_are_used_if_the_ranks_suffice(alone):
+    """Regression: eight ranks with four stages were refused, although seven ranks were accepted."""
     places = run_on_threads(8, lambda world: make(world, stages=4, microbatches=3)[0].mesh)
     assert {(mesh.replicas, mesh.stages) for mesh in places} == {(2, 4)}
     found = run_on_threads(6, partial(run, stages=3, microbatches=3))
     assert_same(found, alone(6))
 
 
-def test_one_pipeline_does_not_take_the_ranks_of_two():
+def test_one_replica_on_the_ranks_of_two_raises_error():
     with pytest.raises(ConfigError, match=r"pipeline\.replicas, as pipeline\.replicas=2"):
         run_on_threads(8, partial(make, stages=4, replicas=1))

@@ -1,4 +1,4 @@
-"""The caller's batch on its way to a device."""
+"""Transfer of the caller's batch to a device."""
 
 import pytest
 import torch
@@ -29,34 +29,34 @@ def tensors_of(nest):
 
 
 @pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-def test_what_arrives_is_what_torch_would_have_moved_and_nobody_waits(nest):
-    """The host waited for the device with each input that was not pinned."""
+def test_transferred_batch_equals_torch_and_host_does_not_wait(nest):
+    """Regression: the host waited for the device for each input that was not pinned."""
     with single_device() as device:
         intake = Intake(device)
-        there, found = between(device, lambda: intake.to_device(nest))
-        assert not found
-        for own, arrived in zip(tensors_of(nest), tensors_of(there), strict=True):
+        transferred, waits = between(device, lambda: intake.to_device(nest))
+        assert not waits
+        for own, arrived in zip(tensors_of(nest), tensors_of(transferred), strict=True):
             moved = device.to_device(own)
             assert device.holds(arrived) and arrived.stride() == moved.stride()
             assert torch.equal(device.to_host(arrived * 1), own * 1)
         assert not device.tracker.faults
 
 
-def test_what_lies_on_the_device_stays_there():
+def test_tensor_on_the_device_is_not_copied():
     with single_device() as device:
         own = device.to_device(torch.ones(3)).requires_grad_()
         arrived = Intake(device).to_device((own,))[0]
         assert arrived.data_ptr() == own.data_ptr() and not arrived.requires_grad
 
 
-def test_on_a_cpu_nothing_is_copied():
+def test_tensor_is_not_copied_on_a_cpu():
     own = torch.ones(3, requires_grad=True)
     arrived = Intake(HostDevice()).to_device(own)
     assert arrived.data_ptr() == own.data_ptr() and not arrived.requires_grad
 
 
-def test_the_caller_may_write_its_pinned_batch_again_once_the_step_has_returned():
-    """Copies from it were still to be done: a data loader's next batch went into them."""
+def test_pinned_batch_may_be_overwritten_after_the_step():
+    """Regression: pending copies read the data loader's next batch."""
     inputs, targets = batch(8)
 
     def body(world, place):

@@ -1,4 +1,4 @@
-"""Casts of weights last for a step: made once, right after every change, and no gradient else."""
+"""Autocast casts each weight once per step, and again after each change of the weight."""
 
 import pytest
 import torch
@@ -16,15 +16,15 @@ from tests.support import token_batch
 
 SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=16)
 SEED = 2
-CAST_WEIGHTS = 2 * 4 * 2 + 1  # of two blocks four matrices with their biases, and of the head
+CAST_WEIGHTS = 2 * 4 * 2 + 1  # two blocks with four matrices and their biases, and the head
 
-lasting = pytest.mark.skipif(
+needs_kept_casts = pytest.mark.skipif(
     not engine_precision.casts_keep_their_graph(), reason="this torch casts for each graph"
 )
 
 
 def pipeline(microbatches=4, schedule="gpipe", recompute="never", **settings) -> Pipeline:
-    """Return a pipeline of one rank: autocast's memory is that of the process, not of a thread."""
+    """Return a pipeline of one rank, since autocast's cache is shared by all threads."""
     return Pipeline(
         SPECS,
         token_cross_entropy,
@@ -38,7 +38,7 @@ def pipeline(microbatches=4, schedule="gpipe", recompute="never", **settings) ->
 
 
 class WeightCasts(TorchDispatchMode):
-    """Count how often parameters are copied into another dtype."""
+    """Count the casts of parameters to another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,30 +63,30 @@ WAYS = [
 ]
 
 
-@lasting
+@needs_kept_casts
 @pytest.mark.parametrize("schedule, recompute", WAYS)
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
-def test_each_weight_is_cast_once_a_step(schedule, recompute, microbatches):
+def test_each_weight_is_cast_once_per_step(schedule, recompute, microbatches):
     pipe = pipeline(microbatches, schedule, recompute)
     for _ in range(2):
         assert num_casts(lambda: pipe.step(*token_batch())) == CAST_WEIGHTS
 
 
-@lasting
-def test_each_weight_is_cast_once_an_evaluation_or_prediction():
+@needs_kept_casts
+def test_each_weight_is_cast_once_per_evaluation_and_prediction():
     pipe = pipeline()
     assert num_casts(lambda: pipe.evaluate(*token_batch())) == CAST_WEIGHTS
     assert num_casts(lambda: pipe.predict(token_batch()[0])) == CAST_WEIGHTS
 
 
-@lasting
-def test_two_stages_of_a_rank_cast_each_their_own():
+@needs_kept_casts
+def test_two_stages_of_one_rank_cast_each_weight_once():
     pipe = pipeline(4, "interleaved", "always", partition=[3, 4])
     assert num_casts(lambda: pipe.step(*token_batch())) == CAST_WEIGHTS
 
 
 def plain(weights: dict[str, Tensor], microbatches: int, schedule: str, given=None):
-    """Return loss and gradients of a loop that casts anew for each micro-token_batch."""
+    """Return loss and gradients of a loop that casts weights again for each micro-batch."""
     layers = [build_layer(spec, index=i, seed=SEED) for i, spec in enumerate(SPECS)]
     named = {f"layers.{i}.{n}": p for i, m in enumerate(layers) for n, p in m.named_parameters()}
     with torch.no_grad():
@@ -108,10 +108,10 @@ def plain(weights: dict[str, Tensor], microbatches: int, schedule: str, given=No
     return total_loss / weight, {name: p.grad / weight for name, p in named.items()}
 
 
-def assert_casts_anew(
+def assert_equals_plain_loop(
     pipe: Pipeline, result, microbatches: int, schedule: str, given=None, weights=None
 ):
-    """Assert that a step has given what the plain loop gives on the same weights."""
+    """Assert that a step has the loss and gradients of the plain loop with the same weights."""
     named = dict(pipe.named_parameters())
     weights = weights or {name: p.detach() for name, p in named.items()}
     loss, gradients = plain(weights, microbatches, schedule, given)
@@ -124,24 +124,26 @@ def assert_casts_anew(
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_gradients_are_those_of_a_loop_that_casts_anew(schedule, recompute, microbatches):
+def test_gradients_equal_a_loop_that_casts_for_each_microbatch(schedule, recompute, microbatches):
     pipe = pipeline(microbatches, schedule, recompute)
-    assert_casts_anew(pipe, pipe.step(*token_batch()), microbatches, schedule)
+    assert_equals_plain_loop(pipe, pipe.step(*token_batch()), microbatches, schedule)
 
 
 @pytest.mark.parametrize("schedule, recompute", WAYS)
-def test_a_step_uses_the_weights_that_the_optimizer_left(schedule, recompute):
+def test_step_uses_the_weights_updated_by_the_optimizer(schedule, recompute):
     pipe = pipeline(4, schedule, recompute)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for step in range(3):
         optimizer.zero_grad()
-        assert_casts_anew(pipe, pipe.step(*token_batch(step)), 4, schedule, token_batch(step))
+        assert_equals_plain_loop(
+            pipe, pipe.step(*token_batch(step)), 4, schedule, token_batch(step)
+        )
         optimizer.step()
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_training_and_evaluation_follow_each_other(recompute):
-    """A cast made where no gradient is asked for must not serve where one is."""
+def test_training_and_evaluation_can_alternate(recompute):
+    """Otherwise training could use a cast without graph that an evaluation made."""
     pipe = pipeline(4, "gpipe", recompute)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for step in range(3):
@@ -149,7 +151,7 @@ def test_training_and_evaluation_follow_each_other(recompute):
         expected, _ = plain(weights, 4, "gpipe", token_batch(9))
         assert pipe.evaluate(*token_batch(9)).loss == pytest.approx(expected, rel=1e-6)
         optimizer.zero_grad()
-        assert_casts_anew(pipe, pipe.step(*token_batch(step)), 4, "gpipe", token_batch(step))
+        assert_equals_plain_loop(pipe, pipe.step(*token_batch(step)), 4, "gpipe", token_batch(step))
         optimizer.step()
 
 
@@ -157,13 +159,13 @@ def test_training_and_evaluation_follow_each_other(recompute):
 def test_older_versions_of_torch_cast_for_each_graph(schedule, recompute, monkeypatch):
     monkeypatch.setattr(engine_precision, "casts_keep_their_graph", lambda: False)
     pipe = pipeline(4, schedule, recompute)
-    again = 2 if recompute == "always" else 1
-    assert_casts_anew(pipe, pipe.step(*token_batch()), 4, schedule)
-    assert num_casts(lambda: pipe.step(*token_batch())) == 4 * again * CAST_WEIGHTS
+    num_forwards = 2 if recompute == "always" else 1
+    assert_equals_plain_loop(pipe, pipe.step(*token_batch()), 4, schedule)
+    assert num_casts(lambda: pipe.step(*token_batch())) == 4 * num_forwards * CAST_WEIGHTS
 
 
 class Norm(nn.Module):
-    """Gives float32 under autocast, as layer norms do."""
+    """Return float32 under autocast, as layer norms do."""
 
     def __init__(self, kind: type[nn.Module], *sizes: int) -> None:
         super().__init__()
@@ -173,8 +175,8 @@ class Norm(nn.Module):
         return torch.relu(self.norm(self.inner(x)).float())
 
 
-class Living(TorchDispatchMode):
-    """Tell which of the storages live that were made within."""
+class LiveStorages(TorchDispatchMode):
+    """Record the storages created in the context, and measure those that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,17 +196,17 @@ class Living(TorchDispatchMode):
         return sum({storage.cdata: nbytes for storage, nbytes in self.made}.values())
 
 
-@lasting
+@needs_kept_casts
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("kind, sizes", [(nn.Linear, (8, 8)), (nn.Conv1d, (8, 8, 3, 1, 1))])
-def test_casts_of_activations_do_not_last(schedule, recompute, kind, sizes):
-    """Autocast remembers all leaves that require a gradient: boundaries stayed for a step, too."""
+def test_casts_of_activations_are_freed_within_the_step(schedule, recompute, kind, sizes):
+    """Regression: autocast caches casts of all leaves, so it kept casts of stage inputs."""
     shape = (8, 5) if kind is nn.Conv1d else (8,)
-    living, held = Living(), []
+    storages, live_bytes = LiveStorages(), []
 
     def loss_fn(output, targets):
-        held.append(living.nbytes())
+        live_bytes.append(storages.nbytes())
         return (output * targets).sum(), len(targets)
 
     pipe = Pipeline(
@@ -217,16 +219,16 @@ def test_casts_of_activations_do_not_last(schedule, recompute, kind, sizes):
         precision="bfloat16",
     )
     data = torch.rand(64, *shape), torch.rand(64, *shape)
-    pipe.step(*data)  # the first one copies, to see whether layers write in place
-    held.clear()
-    with living:
+    pipe.step(*data)  # the first step copies tensors to detect in-place writes
+    live_bytes.clear()
+    with storages:
         pipe.step(*data)
-    # A loss is 4 bytes a micro-token_batch; of a boundary, one cast were 128 at the least.
-    assert max(held) < max(held[:4]) + 256
+    # A loss takes 4 bytes per micro-batch; one cast of a stage input would take 128 or more.
+    assert max(live_bytes) < max(live_bytes[:4]) + 256
 
 
 class Shrinking(nn.Linear):
-    """A layer that changes its own weight, from some forward on."""
+    """Linear layer that halves its own weight in each forward after the first `first`."""
 
     def __init__(self, width: int, first: int) -> None:
         super().__init__(width, width)
@@ -248,7 +250,7 @@ def plain_losses(layer: nn.Module, x: Tensor, microbatches: int) -> list[float]:
     return losses
 
 
-def test_a_layer_that_changes_its_weight_computes_with_what_it_has_become():
+def test_layer_that_changes_its_weight_uses_the_new_value():
     torch.manual_seed(0)
     first, second = Shrinking(8, 0), Shrinking(8, 0)
     second.load_state_dict(first.state_dict())
@@ -265,8 +267,8 @@ def test_a_layer_that_changes_its_weight_computes_with_what_it_has_become():
     assert losses == pytest.approx(plain_losses(second, x, 4), rel=1e-6)
 
 
-def test_a_layer_that_changes_its_weight_is_not_run_again():
-    """Its weight would be halved twice by each micro-batch."""
+def test_recomputing_a_layer_that_changes_its_weight_raises_error():
+    """Otherwise each micro-batch would halve the weight twice."""
     x = torch.randn(8, 8)
     pipe = Pipeline(
         [Shrinking(8, 0)],
@@ -280,8 +282,8 @@ def test_a_layer_that_changes_its_weight_is_not_run_again():
         pipe.step(x, x)
 
 
-@lasting
-def test_a_layer_that_begins_to_change_its_weight_is_refused():
+@needs_kept_casts
+def test_layer_that_starts_to_change_its_weight_raises_error():
     x = torch.randn(8, 8)
     pipe = Pipeline(
         [Shrinking(8, 1)],
@@ -295,7 +297,7 @@ def test_a_layer_that_begins_to_change_its_weight_is_refused():
         pipe.step(x, x)
 
 
-def test_a_weight_that_a_hook_changes_amid_the_backwards_is_cast_anew():
+def test_weight_changed_by_a_hook_in_backward_is_cast_again():
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -325,8 +327,8 @@ def test_a_weight_that_a_hook_changes_amid_the_backwards_is_cast_anew():
     assert torch.equal(ours.weight, plain.weight) and expected[3] < expected[0] / 2
 
 
-@lasting
-def test_two_stages_of_a_rank_share_no_less_after_the_weights_have_changed():
+@needs_kept_casts
+def test_two_stages_cast_each_weight_once_after_optimizer_step():
     pipe = pipeline(4, "interleaved", "always", partition=[3, 4])
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     pipe.step(*token_batch())
@@ -334,16 +336,16 @@ def test_two_stages_of_a_rank_share_no_less_after_the_weights_have_changed():
     assert num_casts(lambda: pipe.step(*token_batch())) == CAST_WEIGHTS
 
 
-@lasting
+@needs_kept_casts
 @pytest.mark.parametrize(("recompute", "runs"), [("never", 1), ("always", 2)])
-def test_where_some_move_to_the_host_all_have_casts_of_their_own(recompute, runs):
+def test_offloading_casts_weights_for_each_microbatch(recompute, runs):
     pipe = pipeline(4, recompute=recompute, offload=True)
     moved = sum(action.op is Op.OFFLOAD for action in pipe.schedule.ranks[0])
     assert 0 < moved < 4
     assert num_casts(lambda: pipe.step(*token_batch())) == CAST_WEIGHTS * runs * 4
 
 
-def test_casts_that_the_user_made_before_the_weights_changed_are_not_used():
+def test_outdated_casts_of_an_outer_autocast_are_not_used():
     layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
     layers[1].load_state_dict(layers[0].state_dict())
     x, losses = torch.randn(8, 8), []

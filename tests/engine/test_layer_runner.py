@@ -1,4 +1,4 @@
-"""A stage of which some layers are recomputed: the same bits, and only those layers run again."""
+"""Stages that recompute some layers: bitwise equal results, and only these layers run twice."""
 
 import itertools
 from collections import Counter
@@ -47,7 +47,7 @@ RUN = Run("test", lambda microbatch: lambda layer: layer, 1, seed=torch.tensor(0
 
 
 def run(recomputed, splits):
-    """Run one micro-batch; return all it gave, how often each layer ran, and the losses."""
+    """Run one micro-batch; return outputs, gradients of inputs and weights, losses, layer calls."""
     torch.manual_seed(0)
     calls = Counter()
     layers = {i: Layer(i, calls) for i in range(FIRST, FIRST + NUM_LAYERS)}
@@ -58,18 +58,18 @@ def run(recomputed, splits):
     keep = RunMode.TRAIN if recomputed == frozenset() else RunMode.RECORD
     parts = [(inputs[0], inputs[1]), (inputs[2],)]
     outcome = Outcome()
-    made = work.forward(RUN, 0, parts, 2, ForwardPlan(keep, splits), outcome)
+    outputs = work.forward(RUN, 0, parts, 2, ForwardPlan(keep, splits), outcome)
     losses = [total.item() for each in outcome.noted[0] for total in each.reports.losses.values()]
-    has_run = work.recompute(RUN, 0) if keep is RunMode.RECORD else False
-    assert has_run == bool(recomputed is None or recomputed)
-    flat = [tensor for part in made for tensor in part]
+    has_recomputed = work.recompute(RUN, 0) if keep is RunMode.RECORD else False
+    assert has_recomputed == bool(recomputed is None or recomputed)
+    flat = [tensor for part in outputs for tensor in part]
     gradients = work.backward(0, [torch.full_like(t, 0.1 * (i + 1)) for i, t in enumerate(flat)])
     if splits:
         work.weights(0)
     assert work.num_kept == 0
-    given = [gradient for part in gradients for gradient in part]
+    input_gradients = [gradient for part in gradients for gradient in part]
     weights = [p.grad for p in stage.named_parameters().values()]
-    return [t.detach() for t in flat], given, weights, losses, calls
+    return [t.detach() for t in flat], input_gradients, weights, losses, calls
 
 
 SUBSETS = [
@@ -80,20 +80,20 @@ SUBSETS = [
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_any_layers_may_be_recomputed(splits):
+def test_any_subset_of_layers_can_be_recomputed(splits):
     *expected, _ = run(frozenset(), splits)
     for recomputed in (None, *SUBSETS):
-        outputs, given, weights, losses, calls = run(recomputed, splits)
-        assert [len(outputs), len(given), len(weights)] == [4, 3, 2 * NUM_LAYERS]
-        for mine, theirs in zip((outputs, given, weights), expected, strict=False):
+        outputs, input_gradients, weights, losses, calls = run(recomputed, splits)
+        assert [len(outputs), len(input_gradients), len(weights)] == [4, 3, 2 * NUM_LAYERS]
+        for mine, theirs in zip((outputs, input_gradients, weights), expected, strict=False):
             assert all(map(torch.equal, mine, theirs)), recomputed
         assert losses == expected[3]
-        again = recomputed if recomputed is not None else set(calls)
-        assert calls == {i: 1 + (i in again) for i in calls}
+        run_twice = recomputed if recomputed is not None else set(calls)
+        assert calls == {i: 1 + (i in run_twice) for i in calls}
 
 
-def test_recomputed_layers_keep_their_input_alone():
-    """Counted by the tensors that autograd saves: those of kept layers only, until R."""
+def test_recomputed_layers_store_only_their_input():
+    """Counts the tensors that autograd saves before the recomputation."""
     saved = []
 
     def count(recomputed):
@@ -109,7 +109,7 @@ def test_recomputed_layers_keep_their_input_alone():
             work = StageRunner(stage)
             x = torch.ones(2, 4, requires_grad=True)
             work.forward(RUN, 0, [x], 2, ForwardPlan(RunMode.RECORD), Outcome())
-            saved.clear()  # the first one makes a graph, to see which outputs need a gradient
+            saved.clear()  # the first forward builds a graph to detect outputs that require grad
             work.forward(RUN, 1, [x], 2, ForwardPlan(RunMode.RECORD), Outcome())
         return len(saved)
 

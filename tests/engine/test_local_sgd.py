@@ -1,4 +1,4 @@
-"""Replicas that train apart: every step the same as together, and every H as the papers say."""
+"""Local SGD: averaging in every step equals synchronous training; outer steps follow DiLoCo."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from gpipe_hpc.schedule import Op
 from tests.support import batches, largest, product, square_sum
 
 WIDTH, ROWS, RATE = 4, 16, 0.05
-TOGETHER = {"every": 1, "lr": 1.0, "momentum": 0.0}
+EVERY_STEP = {"every": 1, "lr": 1.0, "momentum": 0.0}
 
 
 def linears(num_layers=4):
@@ -38,7 +38,7 @@ def sgd(pipe):
 
 
 def train(pipe, optimizer, data, *, calls=True):
-    """Train; return the losses, and behind which steps parameters were averaged."""
+    """Train; return the losses and the steps after which parameters were averaged."""
     losses, stepped = [], []
     for inputs, targets in data:
         part = pipe.share(len(inputs))
@@ -54,12 +54,12 @@ def weights(pipe):
 
 
 def run(ranks, outer, data, stages=2, optimizer=sgd, **options):
-    """Return each rank's losses and weights."""
+    """Train; return losses, final weights and outer steps of each rank."""
 
     def body(world):
         pipe = make(world, outer, stages, **dict(options))
         losses, stepped = train(pipe, optimizer(pipe), data)
-        pipe.outer_state()  # waits for what is under way
+        pipe.outer_state()  # waits for pending averages
         return losses, weights(pipe), stepped
 
     return run_on_threads(ranks, body)
@@ -85,31 +85,31 @@ def assert_near(mine, theirs, distance=1e-10):
         (6, 2, "gems"),
     ],
 )
-def test_every_step_without_momentum_is_the_synchronous_step(ranks, stages, schedule):
-    """In float64 to 1e-10; with mirrored stages, too, whose copies within a replica are summed."""
+def test_averaging_every_step_equals_synchronous_training(ranks, stages, schedule):
+    """Includes mirrored stages, whose gradients are summed within each replica."""
     data = batches(5, ROWS, WIDTH)
-    apart = run(ranks, TOGETHER, data, stages, schedule=schedule)
-    assert_near(apart, run(ranks, {}, data, stages, schedule=schedule))
-    assert all(stepped == [1, 2, 3, 4, 5] for _, _, stepped in apart)
+    local = run(ranks, EVERY_STEP, data, stages, schedule=schedule)
+    assert_near(local, run(ranks, {}, data, stages, schedule=schedule))
+    assert all(stepped == [1, 2, 3, 4, 5] for _, _, stepped in local)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 13])
-def test_unequal_shares_count_by_what_they_have_seen(rows):
-    """Fewer samples than replicas among them: who has seen nothing counts nothing."""
+def test_replicas_are_weighted_by_their_samples(rows):
+    """Includes fewer samples than replicas: a replica without samples has weight 0."""
     data = batches(4, rows, WIDTH)
-    assert_near(run(4, TOGETHER, data, 1), run(4, {}, data, 1))
+    assert_near(run(4, EVERY_STEP, data, 1), run(4, {}, data, 1))
 
 
-def test_ties_and_frozen_parameters_and_clipping_by_each_replica():
+def test_tied_parameters_equal_synchronous_training():
     tied = LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.float64)
     tied = tied.tied({"weight": "shared"})
     layers = [tied, *linears(2), tied]
     data = batches(3, ROWS, WIDTH)
-    assert_near(run(4, TOGETHER, data, layers=layers), run(4, {}, data, layers=layers))
+    assert_near(run(4, EVERY_STEP, data, layers=layers), run(4, {}, data, layers=layers))
 
 
 def reference(data, *, every, lr, momentum, nesterov, replicas=2):
-    """Train as DiLoCo's algorithm 1 says, in plain torch; return the weights of each replica."""
+    """Train with algorithm 1 of DiLoCo in plain torch; return the weights of each replica."""
     template = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)]
     named = run_on_threads(1, lambda world: weights(make(world, {}, 1)))[0]
     models = []
@@ -146,8 +146,8 @@ def reference(data, *, every, lr, momentum, nesterov, replicas=2):
 @pytest.mark.parametrize(
     ("lr", "momentum", "nesterov"), [(1.0, 0.0, False), (0.7, 0.9, True), (0.5, 0.5, False)]
 )
-def test_outer_steps_are_those_of_the_paper(lr, momentum, nesterov, steps, stages):
-    """AdamW within, SGD without; between outer steps each replica has weights of its own."""
+def test_outer_steps_follow_the_diloco_algorithm(lr, momentum, nesterov, steps, stages):
+    """AdamW is the inner optimizer, SGD the outer one; replicas differ between outer steps."""
     data = batches(steps, ROWS, WIDTH)
     outer = {"every": 3, "lr": lr, "momentum": momentum, "nesterov": nesterov}
 
@@ -166,7 +166,7 @@ def test_outer_steps_are_those_of_the_paper(lr, momentum, nesterov, steps, stage
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_an_outer_step_that_was_not_called_for_is_done_at_the_next_step(every):
+def test_missing_call_of_outer_step_is_made_up_by_the_next_step(every):
     data = batches(7, ROWS, WIDTH)
     outer = {"every": every, "lr": 0.7, "momentum": 0.9}
 
@@ -185,8 +185,8 @@ def test_an_outer_step_that_was_not_called_for_is_done_at_the_next_step(every):
     assert_near(body(calls=True), body(calls=False), 1e-15)
 
 
-def test_an_outer_step_waits_for_the_optimizer_s():
-    """Evaluation ahead of optimizer.step(): what was not stepped is not averaged."""
+def test_outer_step_waits_for_the_optimizer_step():
+    """Otherwise an evaluation before optimizer.step() would average parameters without the step."""
 
     def body(world):
         pipe = make(world, {"every": 1}, 1)
@@ -200,30 +200,30 @@ def test_an_outer_step_waits_for_the_optimizer_s():
     assert run_on_threads(2, body) == [(True, False)] * 2
 
 
-def test_the_table_says_what_is_summed_and_what_is_averaged():
+def test_tables_contain_reductions_and_averages():
     def body(world):
-        apart = make(world, {"every": 2}, schedule="one_f_one_b").layout.tables
+        local = make(world, {"every": 2}, schedule="one_f_one_b").layout.tables
         mirrored = make(world, {"every": 2}, schedule="chimera", microbatches=2).layout.tables
-        return apart, mirrored
+        return local, mirrored
 
-    (apart, mirrored), *_ = run_on_threads(4, body)
+    (local, mirrored), *_ = run_on_threads(4, body)
 
     def ops(table):
         return [a.op for row in table.ranks for a in row if a.op in (Op.REDUCE_GRAD, Op.AVERAGE)]
 
-    assert ops(apart.training) == []
-    assert set(ops(apart.averaging)) == {Op.AVERAGE}
-    assert len(ops(apart.averaging)) == sum(map(len, apart.buckets)) > 2
+    assert ops(local.training) == []
+    assert set(ops(local.averaging)) == {Op.AVERAGE}
+    assert len(ops(local.averaging)) == sum(map(len, local.buckets)) > 2
     assert set(ops(mirrored.training)) == {Op.REDUCE_GRAD}, "within each replica"
     assert set(ops(mirrored.averaging)) == {Op.REDUCE_GRAD, Op.AVERAGE}
-    for table in (apart, mirrored):
+    for table in (local, mirrored):
         for row in table.averaging.ranks:
             first = next(i for i, a in enumerate(row) if a.op is Op.AVERAGE)
             assert {a.op for a in row[first:]} == {Op.AVERAGE}, "behind all else"
 
 
 @pytest.mark.parametrize("outer", [{}, {"compress": "bfloat16"}, {"parts": 2}])
-def test_bytes_are_sent_at_outer_steps_alone(outer):
+def test_bytes_are_sent_only_in_outer_steps(outer):
     def body(world):
         pipe = make(world, {"every": 4, **outer}, 1, layers=linears(2))
         sent, optimizer = [], sgd(pipe)
@@ -241,7 +241,7 @@ def test_bytes_are_sent_at_outer_steps_alone(outer):
 
 
 class Counting(nn.Module):
-    """Keeps a mean of what it sees in a buffer, besides BatchNorm's."""
+    """Keep a running mean of the input in a buffer, besides those of BatchNorm."""
 
     def __init__(self):
         super().__init__()
@@ -255,7 +255,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_buffers_are_averaged_at_outer_steps(stages):
+def test_buffers_are_averaged_in_outer_steps(stages):
     layers = [*linears(1), LayerSpec(Counting), *linears(1), LayerSpec(Counting)]
 
     def body(world):
@@ -279,8 +279,8 @@ def test_buffers_are_averaged_at_outer_steps(stages):
 @pytest.mark.parametrize(
     ("behind", "compress"), [(0, "qsgd"), (1, "none"), product(0, "none"), product(1, "qsgd")]
 )
-def test_parts_in_turn_come_to_one_another(behind, compress):
-    """DiLoCo's streaming form: each bucket every 4 steps, two parts, maybe a step behind."""
+def test_streaming_diloco_converges(behind, compress):
+    """Two parts, each averaged every 4 steps, with a delay of no or one step."""
     outer = {"every": 4, "parts": 2, "behind": behind, "lr": 0.7, "momentum": 0.9}
     outer |= {"nesterov": True, "compress": compress}
     generator = torch.Generator().manual_seed(8)
@@ -305,8 +305,8 @@ ENDS = [
 
 @pytest.mark.parametrize("steps", [7, 8, 9, 10])
 @pytest.mark.parametrize("outer", ENDS, ids=str)
-def test_replicas_hold_the_same_once_they_are_united(outer, steps):
-    """Wherever training ends; the streaming form left each with parts of its own."""
+def test_united_replicas_are_bitwise_equal(outer, steps):
+    """Regression: with parts that are averaged in turn, replicas differed when training ended."""
     data = batches(steps, ROWS, WIDTH)
 
     def body(world):
@@ -325,8 +325,8 @@ def test_replicas_hold_the_same_once_they_are_united(outer, steps):
 
 
 @pytest.mark.parametrize("outer", [{"every": 8}, {"every": 6, "parts": 3}])
-def test_united_replicas_hold_the_mean_of_what_each_had(outer):
-    """With rate 1 and without momentum; a replica counts by the samples that it has seen."""
+def test_united_replicas_have_the_weighted_mean(outer):
+    """Outer learning rate 1 and no momentum; replicas are weighted by their samples."""
     data = batches(3, ROWS, WIDTH)
 
     def body(world):
@@ -343,7 +343,7 @@ def test_united_replicas_hold_the_mean_of_what_each_had(outer):
             torch.testing.assert_close(weight, mean, rtol=0, atol=1e-12)
 
 
-def test_replicas_that_sum_gradients_have_nothing_to_unite():
+def test_unite_replicas_does_nothing_in_synchronous_training():
     def body(world):
         pipe = make(world, {}, 1)
         train(pipe, sgd(pipe), batches(1, ROWS, WIDTH))
@@ -352,8 +352,8 @@ def test_replicas_that_sum_gradients_have_nothing_to_unite():
     assert run_on_threads(2, body) == [False, False]
 
 
-def test_training_goes_on_from_united_replicas():
-    """Anchors are what was united, and averages leave and arrive as ever."""
+def test_training_continues_after_unite_replicas():
+    """The united weights are the new anchors, and later averages are delayed as before."""
     data = batches(12, ROWS, WIDTH)
 
     def body(world):
@@ -371,8 +371,8 @@ def test_training_goes_on_from_united_replicas():
             assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_an_average_that_is_behind_goes_on_from_the_anchor():
-    """With mix 0 what was trained meanwhile is dropped, so both replicas hold the anchor."""
+def test_delayed_average_with_mix_0_restores_the_anchor():
+    """With mix 0 the training during the delay is discarded, so both replicas have the anchor."""
     data = batches(5, ROWS, WIDTH)
     late = run(2, {"every": 4, "behind": 1, "mix": 0.0}, data, 1)
     prompt = run(2, {"every": 4}, data[:4], 1)
@@ -382,7 +382,7 @@ def test_an_average_that_is_behind_goes_on_from_the_anchor():
             torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-12)
 
 
-def test_a_float16_overflow_on_one_replica_skips_the_step_on_all():
+def test_float16_overflow_on_one_replica_skips_step_on_all():
     def body(world):
         layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)]
         pipe = make(world, {"every": 2}, 1, layers=layers, precision="float16")
@@ -402,7 +402,7 @@ def test_a_float16_overflow_on_one_replica_skips_the_step_on_all():
 
 
 @pytest.mark.parametrize(
-    ("outer", "told"),
+    ("outer", "message"),
     [
         ({"every": -1}, r"outer\.every"),
         ({"lr": 0.7}, r"outer\.lr, expected the default.*outer\.every=64"),
@@ -414,21 +414,21 @@ def test_a_float16_overflow_on_one_replica_skips_the_step_on_all():
         ({"evry": 4}, r"unknown setting evry.*every"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_on_every_rank(outer, told):
+def test_invalid_outer_setting_raises_error_on_every_rank(outer, message):
     def body(world):
-        with pytest.raises((ConfigError, PeerError), match=told):
+        with pytest.raises((ConfigError, PeerError), match=message):
             make(world, outer)
         return "refused"
 
     assert run_on_threads(4, body) == ["refused"] * 4
 
 
-def test_one_replica_trains_as_ever():
+def test_outer_settings_do_not_affect_a_single_replica():
     data = batches(3, ROWS, WIDTH)
     assert_near(run(2, {"every": 2, "lr": 0.5}, data), run(2, {}, data), 1e-15)
 
 
-def test_normalising_over_replicas_is_refused():
+def test_normalise_over_replicas_raises_error():
     layers = [LayerSpec(nn.BatchNorm1d, WIDTH, dtype=torch.float64), *linears(1)]
 
     def body(world):
@@ -439,20 +439,20 @@ def test_normalising_over_replicas_is_refused():
     assert run_on_threads(2, body) == ["refused"] * 2
 
 
-def test_replicas_with_unequal_numbers_of_micro_batches_count_by_them():
+def test_unequal_replica_weights_equal_synchronous_training():
     data = batches(4, ROWS, WIDTH)
     unequal = {"weights": [3, 1]}
-    assert_near(run(2, TOGETHER | unequal, data, 1), run(2, unequal, data, 1))
+    assert_near(run(2, EVERY_STEP | unequal, data, 1), run(2, unequal, data, 1))
 
 
 @pytest.mark.parametrize("how", [{"hierarchy": 2}, {"order": "rank"}])
-def test_parameters_are_averaged_by_every_way_to_sum(how):
+def test_hierarchical_and_ordered_averages_equal_synchronous_training(how):
     data = batches(3, ROWS, WIDTH)
-    assert_near(run(4, TOGETHER | how, data, 1), run(4, {}, data, 1))
+    assert_near(run(4, EVERY_STEP | how, data, 1), run(4, {}, data, 1))
 
 
 class Last(nn.Module):
-    """Keeps the last number that it sees in a buffer, in training."""
+    """Store the first number of the last training input in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -464,10 +464,10 @@ class Last(nn.Module):
         return x
 
 
-def test_a_rank_without_parameters_of_the_first_part_weighs_buffers_since_its_average():
-    """Such a rank kept adding up weights, so its buffers were averaged by weights of old.
+def test_rank_without_the_first_part_weights_buffers_since_last_average():
+    """Regression: such a rank added up weights of all steps, so buffers had outdated weights.
 
-    The first part is averaged after steps 2 and 4; the second stage has parameters of the other.
+    The first part is averaged after steps 2 and 4. The second stage has no parameters of it.
     """
 
     def body(world):

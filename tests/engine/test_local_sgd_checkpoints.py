@@ -1,4 +1,4 @@
-"""Replicas that train apart are saved each by itself, and go on, also as other numbers of them."""
+"""Checkpoints of local SGD store each replica, and load into any number of replicas."""
 
 import pytest
 import torch
@@ -52,15 +52,15 @@ def train(pipe, optimizer, data):
     return {name: tensor.detach().clone() for name, tensor in named.items()}
 
 
-def alike(mine, theirs):
+def are_equal(mine, theirs):
     assert mine.keys() == theirs.keys()
     return all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6])
 @pytest.mark.parametrize("outer", OUTERS)
-def test_a_run_goes_on_to_the_bit(outer, steps, tmp_path):
-    """At an outer step, and between two: parameters, moments, averages under way."""
+def test_resumed_run_is_bitwise_equal(outer, steps, tmp_path):
+    """Saves in an outer step and between two, with optimizer states and pending averages."""
     data = batches(12, ROWS, WIDTH)
 
     def whole(world):
@@ -75,10 +75,10 @@ def test_a_run_goes_on_to_the_bit(outer, steps, tmp_path):
         return train(pipe, optimizer, data[steps:])
 
     for theirs, mine in zip(run_on_threads(4, whole), run_on_threads(4, resumed), strict=True):
-        assert alike(mine, theirs)
+        assert are_equal(mine, theirs)
 
 
-def test_a_rank_goes_on_from_its_copy_in_memory():
+def test_rank_resumes_from_its_copy_in_memory():
     data = batches(9, ROWS, WIDTH)
 
     def body(world):
@@ -88,15 +88,15 @@ def test_a_rank_goes_on_from_its_copy_in_memory():
         whole = train(pipe, optimizer, data[6:])
         assert fits(pipe, state)
         restore(pipe, optimizer, state)
-        return alike(train(pipe, optimizer, data[6:]), whole)
+        return are_equal(train(pipe, optimizer, data[6:]), whole)
 
     assert run_on_threads(4, body) == [True] * 4
 
 
 @pytest.mark.parametrize("outer", OUTERS)
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 1), (3, 1), (6, 2), (1, 1), (2, 2)])
-def test_other_layouts_go_on_from_the_mean(outer, ranks, stages, tmp_path):
-    """As many replicas on another cut are exactly those that were; others begin alike."""
+def test_other_layouts_resume_from_the_mean(outer, ranks, stages, tmp_path):
+    """The same number of replicas resumes exactly; other numbers start from the mean."""
     data = batches(6, ROWS, WIDTH)
 
     def saved(world):
@@ -112,7 +112,7 @@ def test_other_layouts_go_on_from_the_mean(outer, ranks, stages, tmp_path):
 
     parts = [named for named, _ in run_on_threads(4, saved)]
     replicas = [parts[0] | parts[1], parts[2] | parts[3]]
-    assert not alike(*replicas)
+    assert not are_equal(*replicas)
     after = run_on_threads(ranks, resumed)
     for rank, (found, later) in enumerate(after):
         for name, tensor in found.items():
@@ -126,7 +126,7 @@ def test_other_layouts_go_on_from_the_mean(outer, ranks, stages, tmp_path):
         assert all(torch.isfinite(each).all() for each in later.values())
 
 
-def test_a_synchronous_run_goes_on_apart_and_back(tmp_path):
+def test_checkpoint_moves_from_synchronous_to_local_sgd_and_back(tmp_path):
     data = batches(3, ROWS, WIDTH)
 
     def first(world):
@@ -151,28 +151,28 @@ def test_a_synchronous_run_goes_on_apart_and_back(tmp_path):
         return train(pipe, optimizer, data)
 
     for before, after in zip(run_on_threads(4, first), run_on_threads(4, then), strict=True):
-        assert alike(before, after)
+        assert are_equal(before, after)
     ends = run_on_threads(4, last)
-    assert alike(ends[0], ends[2]) and alike(ends[1], ends[3])
+    assert are_equal(ends[0], ends[2]) and are_equal(ends[1], ends[3])
 
 
-def test_parameters_are_stored_once_behind_an_outer_step(tmp_path):
+def test_parameters_are_stored_once_after_an_outer_step(tmp_path):
     def body(world):
         pipe, optimizer = make(world, OUTERS[0])
         train(pipe, optimizer, batches(4, ROWS, WIDTH))
-        met = pipe.save(tmp_path / "met", optimizer)
+        after_outer_step = pipe.save(tmp_path / "met", optimizer)
         train(pipe, optimizer, batches(1, ROWS, WIDTH))
-        return met, pipe.save(tmp_path / "between", optimizer)
+        return after_outer_step, pipe.save(tmp_path / "between", optimizer)
 
-    met, between = run_on_threads(4, body)[0]
+    after_outer_step, between = run_on_threads(4, body)[0]
     name = "replica1.model.layers.0.weight"
-    assert name not in read_facts(met)["tensors"]
+    assert name not in read_facts(after_outer_step)["tensors"]
     assert name in read_facts(between)["tensors"]
-    for path in (met, between):
+    for path in (after_outer_step, between):
         assert "replica1.optimizer.layers.0.weight.exp_avg" in read_facts(path)["tensors"]
 
 
-def test_weights_alone_begin_a_round_anew(tmp_path):
+def test_loading_only_weights_resets_the_anchors(tmp_path):
     def body(world):
         pipe, optimizer = make(world, OUTERS[0])
         train(pipe, optimizer, batches(6, ROWS, WIDTH))

@@ -1,4 +1,4 @@
-"""The loss scale by itself: how it moves, what it keeps, what counts as an overflow."""
+"""The loss scale: changes, limits, stored state and detection of overflows."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from gpipe_hpc.errors import NonFiniteError
 CPU = HostDevice()
 
 
-def test_halves_at_once_and_doubles_after_the_interval():
+def test_scale_halves_on_overflow_and_doubles_after_the_interval():
     scale = LossScale(growth_interval=3)
     start, seen = scale.value, []
     for overflowed in (False, True, False, False, False, True, True, False, False, False, False):
@@ -24,7 +24,7 @@ def test_halves_at_once_and_doubles_after_the_interval():
     assert math.frexp(scale.value)[0] == 0.5  # a power of two
 
 
-def test_a_restored_scale_goes_on_alike():
+def test_restored_scale_continues_identically():
     one, other = LossScale(3), LossScale(3)
     for overflowed in (True, False, False):
         one.update(overflowed=overflowed)
@@ -35,7 +35,7 @@ def test_a_restored_scale_goes_on_alike():
     assert one.value == 2 * 2.0**15
 
 
-def test_stays_within_limits():
+def test_scale_stays_within_limits():
     scale = LossScale(growth_interval=1)
     for _ in range(40):
         scale.update(overflowed=False)
@@ -46,8 +46,8 @@ def test_stays_within_limits():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_sees_what_is_not_finite(bad):
-    # 1e38 summed would overflow float32: it is large, but finite.
+def test_non_finite_gradient_counts_as_overflow(bad):
+    # The sum of these values overflows float32, but each of them is finite.
     good = [torch.full((5,), 1e38), torch.zeros(0), torch.ones(2, dtype=torch.float64) * 1e300]
     assert count_overflows(good, CPU) == 0
     assert count_overflows([], CPU) == 0
