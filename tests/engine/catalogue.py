@@ -321,7 +321,7 @@ class ThroughData(nn.Linear):
         return super().forward(x - self.small) * self.large[:WIDTH]
 
 
-class ReplacedBesideItsCopy(nn.Linear):
+class ReplacedWithAlias(nn.Linear):
     """Replace a buffer in each forward; an attribute keeps a reference to its first tensor."""
 
     def __init__(self):
@@ -347,7 +347,7 @@ class Large(nn.Linear):
         return super().forward(x) * self.large[:WIDTH]
 
 
-class MadeOnTheWay(nn.Linear):
+class LazyBuffer(nn.Linear):
     """Register a buffer in the first forward."""
 
     def __init__(self):
@@ -423,13 +423,13 @@ STATEFUL = {
     "spectral": spectral,
     "spectral-hook": spectral_by_hook,
     "nested": nested,
-    "lazy": MadeOnTheWay,
+    "lazy": LazyBuffer,
     "started": Started,
     "late": Late,
     "shared": Shared,
     "data": ThroughData,
     "large": Large,
-    "replaced": ReplacedBesideItsCopy,
+    "replaced": ReplacedWithAlias,
 }
 
 
@@ -481,7 +481,7 @@ class FromOwn(Draw):
 
 
 class Dropping(Draw):
-    """Draw a random number of values."""
+    """Draw a random number of random numbers."""
 
     def draw(self):
         return sum(random.random() for _ in range(random.randrange(1, 5)))
@@ -653,7 +653,7 @@ class Thrice(nn.Module):
 
 
 class InPlace(nn.Linear):
-    """Modify the own output in place."""
+    """Modify its own output in place."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)

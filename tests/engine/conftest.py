@@ -1,4 +1,4 @@
-"""A plain training loop without gpipe_hpc, with which training is compared.
+"""A plain training loop without gpipe_hpc, the reference for its results.
 
 `train_plain` trains in one process, one micro-batch after the other. It computes the published
 random seeds itself, from the formula in the docstring of models/randomness.py.
@@ -48,13 +48,13 @@ def build_plain(recipes, seed, device=CPU):
 
 
 def named(layers):
-    """Return all parameters by global name."""
+    """Return the parameters of all layers by global name."""
     return {f"layers.{i}.{n}": p for i, x in enumerate(layers) for n, p in x.named_parameters()}
 
 
 def run_plain(layers, nest, seed, step, microbatch, device=CPU):
     """Run all layers on one micro-batch, setting the published seed before each layer."""
-    # torch.manual_seed seeds all devices, which takes thirty times as long.
+    # torch.manual_seed seeds all devices, which takes thirty times as long as seeding the CPU.
     reseed = torch.default_generator.manual_seed if device == CPU else torch.manual_seed
     for index, layer in enumerate(layers):
         reseed(key(2, seed, step, microbatch, index))
@@ -96,10 +96,10 @@ class Training:
         ]:
             assert mine.keys() == theirs.keys()
             pairs += [(mine[n], theirs[n]) for n in mine]
-        return largest(_apart(a, b) for a, b in pairs)
+        return largest(_difference(a, b) for a, b in pairs)
 
 
-def _apart(left, right):
+def _difference(left, right):
     if left is None or right is None:
         return 0.0 if left is right else math.inf
     return torch.as_tensor(left - right).abs().max().item()
@@ -253,7 +253,7 @@ def unite(ranks, stages):
 
 
 def merge(ranks):
-    """Merge the results of the ranks of one replica."""
+    """Merge the results of the ranks of one replica; assert that losses and norms are equal."""
     whole = Training(ranks[0].losses, ranks[0].norms)
     assert all((r.losses, r.norms) == (whole.losses, whole.norms) for r in ranks)
     for step in range(len(whole.losses)):

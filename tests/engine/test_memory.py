@@ -1,4 +1,4 @@
-"""What lives during a step and after it: counted, not estimated."""
+"""Tensors that are alive during and after a step, counted exactly."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ WIDTH = 4
 
 
 class Saved:
-    """A tensor that autograd keeps; `census` knows how many there are."""
+    """A tensor saved by autograd; `census` counts how many are alive."""
 
     def __init__(self, tensor, census):
         self.tensor, self.census = tensor, census
@@ -25,7 +25,7 @@ class Saved:
 
 
 class Census:
-    """How many live now, and the most there ever were."""
+    """Number of objects that are alive, and its peak."""
 
     def __init__(self):
         self.num_alive = self.peak = 0
@@ -35,8 +35,8 @@ class Census:
         self.peak = max(self.peak, self.num_alive)
 
 
-class Inside(nn.Module):
-    """Remember, weakly, each input of the stage that begins here."""
+class InputTracker(nn.Module):
+    """Layer that keeps weak references to the inputs of its stage."""
 
     def __init__(self):
         super().__init__()
@@ -49,17 +49,17 @@ class Inside(nn.Module):
         return len({id(each) for each in alive if each is not None})
 
     def forward(self, x):
-        # A forward and its recomputation have tensors of their own on the memory of a boundary.
+        # A forward and its recomputation use different tensors with the same storage.
         self.inputs.append(weakref.ref(x.untyped_storage() if x.requires_grad else x))
         self.most_inputs = max(self.most_inputs, self.num_inputs_alive())
         return torch.tanh(self.linear(x)).sigmoid()
 
 
 def saved_tensors(stages, microbatches, schedule, recompute):
-    """Return each rank's most saved tensors within a step, and its most boundary inputs."""
+    """Return each rank's peak numbers of saved tensors and of stage inputs in one step."""
 
     def body(world):
-        layers = [Inside() for _ in range(stages)]
+        layers = [InputTracker() for _ in range(stages)]
         pipe = Pipeline(
             layers,
             mean_square,
@@ -70,7 +70,7 @@ def saved_tensors(stages, microbatches, schedule, recompute):
         )
         own = layers[pipe.stage_rank]
         batch = torch.randn(24, WIDTH), torch.randn(24, WIDTH)
-        pipe.step(*batch)  # the first one copies, to see whether layers write in place
+        pipe.step(*batch)  # the first step copies inputs to detect in-place writes
         own.most_inputs = 0
         census = Census()
         gc.disable()
@@ -89,34 +89,40 @@ def saved_tensors(stages, microbatches, schedule, recompute):
 
 
 @pytest.fixture(scope="module")
-def inside():
-    """Return what each of three ranks keeps of one micro-batch."""
+def saved_per_microbatch():
+    """Return for three ranks the number of tensors that autograd saves for one micro-batch."""
     return [peak for peak, _ in saved_tensors(3, 1, "gpipe", "never")]
 
 
-def test_recomputation_keeps_all_boundaries_and_the_inside_of_one_microbatch(inside):
+def test_recomputation_keeps_all_inputs_and_activations_of_one_microbatch(saved_per_microbatch):
     for recompute in ("always", "except_last"):
         kept = saved_tensors(3, 6, "gpipe", recompute)
-        assert [peak for peak, _ in kept] == inside
+        assert [peak for peak, _ in kept] == saved_per_microbatch
         assert [inputs for _, inputs in kept] == [6, 6, 6]
 
 
-def test_without_recomputation_gpipe_keeps_the_inside_of_every_microbatch(inside):
-    assert [p for p, _ in saved_tensors(3, 6, "gpipe", "never")] == [6 * one for one in inside]
+def test_gpipe_without_recomputation_keeps_activations_of_all_microbatches(saved_per_microbatch):
+    assert [p for p, _ in saved_tensors(3, 6, "gpipe", "never")] == [
+        6 * one for one in saved_per_microbatch
+    ]
 
 
 @pytest.mark.parametrize("microbatches", [3, 6, 12])
-def test_peak_of_1f1b_does_not_grow_with_the_microbatches(inside, microbatches):
+def test_peak_of_1f1b_does_not_grow_with_number_of_microbatches(saved_per_microbatch, microbatches):
     kept = saved_tensors(3, microbatches, "one_f_one_b", "never")
-    assert [peak for peak, _ in kept] == [3 * inside[0], 2 * inside[1], inside[2]]
+    assert [peak for peak, _ in kept] == [
+        3 * saved_per_microbatch[0],
+        2 * saved_per_microbatch[1],
+        saved_per_microbatch[2],
+    ]
     kept = saved_tensors(3, microbatches, "one_f_one_b", "always")
-    assert [peak for peak, _ in kept] == inside
-    # The next boundary may have arrived already; only its layer has not seen it.
+    assert [peak for peak, _ in kept] == saved_per_microbatch
+    # The next input may have been received already, but its layer has not seen it.
     assert [inputs for _, inputs in kept] == [3, 2, 1]
 
 
-def test_nothing_of_a_step_or_a_prediction_stays():
-    """The executor once kept the last batch and all predicted outputs until its next run."""
+def test_batches_and_outputs_are_released_after_step_and_prediction():
+    """Regression: the executor kept the last batch and all predicted outputs until its next run."""
 
     def body(world):
         pipe = Pipeline(
@@ -125,18 +131,20 @@ def test_nothing_of_a_step_or_a_prediction_stays():
         gc.disable()
         try:
             inputs, targets = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-            given = [weakref.ref(t.untyped_storage()) for t in (inputs, targets)]
-            made = []
+            batch_refs = [weakref.ref(t.untyped_storage()) for t in (inputs, targets)]
+            output_refs = []
             pipe.stages[pipe.stage_rank].layers[pipe.stage_rank].register_forward_hook(
-                lambda module, args, output: made.append(weakref.ref(output.untyped_storage()))
+                lambda module, args, output: output_refs.append(
+                    weakref.ref(output.untyped_storage())
+                )
             )
             pipe.step(inputs, targets)
             pipe.evaluate(inputs, targets)
             pipe.predict(inputs)
             del inputs, targets
             pipe.world_group.all_gather_object("all ranks are done")
-            assert len(made) >= 6
-            return [ref() is None for ref in given + made]
+            assert len(output_refs) >= 6
+            return [ref() is None for ref in batch_refs + output_refs]
         finally:
             gc.enable()
 
@@ -145,8 +153,8 @@ def test_nothing_of_a_step_or_a_prediction_stays():
 
 
 @pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
-def test_hundreds_of_steps_without_the_garbage_collector_do_not_grow(recompute):
-    """A boundary that leaked once a step would make 50 MB."""
+def test_memory_does_not_grow_over_steps_without_garbage_collector(recompute):
+    """A leak of one boundary tensor per step would add 50 MB."""
 
     def body(world):
         layers = [nn.Linear(256, 16), nn.Linear(16, 1)]

@@ -1,4 +1,4 @@
-"""Placements that hold a stage on several ranks: the copies are one stage."""
+"""Schedules that place copies of a stage on several ranks: the copies train as one stage."""
 
 import itertools
 from functools import partial
@@ -37,7 +37,7 @@ def make(world=None, **settings):
 
 
 def train(pipe, optimizer, data):
-    """Train; return the loss and then the norm of each step."""
+    """Train; return a list of the loss and the gradient norm of each step."""
     results = []
     for inputs, targets in data:
         part = pipe.share(len(inputs))
@@ -47,8 +47,8 @@ def train(pipe, optimizer, data):
     return results
 
 
-def state_of(pipe, optimizer):
-    """Return all there is of each parameter: itself, its gradient, the optimizer's moments."""
+def training_state(pipe, optimizer):
+    """Return the value, gradient and optimizer state of each parameter, by name."""
     return {
         name: [
             p.detach().clone(),
@@ -59,8 +59,8 @@ def state_of(pipe, optimizer):
     }
 
 
-def assert_one(states):
-    """Assert that what several ranks hold is equal to the bit; return how many hold each."""
+def assert_copies_equal(states):
+    """Assert that copies are bitwise equal; return the number of copies of each parameter."""
     holders = {}
     for name, values in itertools.chain(*(state.items() for state in states)):
         holders.setdefault(name, []).append(values)
@@ -84,8 +84,8 @@ def label(value):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("stages", "settings", "num_copies"), MIRRORED, ids=label)
-def test_copies_are_equal_to_the_bit_after_eight_steps(stages, settings, num_copies, replicas):
-    """In weights, gradients and both moments of AdamW; with three micro-batches for two ways."""
+def test_copies_are_bitwise_equal_after_eight_steps(stages, settings, num_copies, replicas):
+    """Weights, gradients and AdamW moments, with unequal numbers of micro-batches per copy."""
 
     def body(world):
         pipe, optimizer = make(
@@ -94,41 +94,45 @@ def test_copies_are_equal_to_the_bit_after_eight_steps(stages, settings, num_cop
         start = {name: p.detach().clone() for name, p in pipe.named_parameters()}
         results = train(pipe, optimizer, batches(8, 13, 3, 2))
         moved = [not torch.equal(p, start[n]) for n, p in pipe.named_parameters()]
-        return state_of(pipe, optimizer), results, all(moved)
+        return training_state(pipe, optimizer), results, all(moved)
 
     ranks = run_on_threads(stages * replicas, body)
-    counts = assert_one([state for state, _, _ in ranks])
+    counts = assert_copies_equal([state for state, _, _ in ranks])
     assert counts == [num_copies * replicas] * (2 + 3 * 6 + 2)
     assert all(results == ranks[0][1] and moved for _, results, moved in ranks)
 
 
-def test_copies_of_real_processes_are_equal_to_the_bit(processes, tmp_path):
-    """Two replicas of two mirrored stages: each of four processes holds the whole model."""
+def test_copies_in_processes_are_bitwise_equal(processes, tmp_path):
+    """Two replicas of two mirrored stages: each of four processes holds all parameters."""
 
     def body(rank):
         pipe, optimizer = make(stages=2, replicas=2, microbatches=4, schedule="dualpipe")
-        return state_of(pipe, optimizer) if train(pipe, optimizer, batches(8, 13, 3, 2)) else None
+        return (
+            training_state(pipe, optimizer)
+            if train(pipe, optimizer, batches(8, 13, 3, 2))
+            else None
+        )
 
-    assert set(assert_one(processes(4, body, tmp_path))) == {4}
+    assert set(assert_copies_equal(processes(4, body, tmp_path))) == {4}
 
 
-def test_a_micro_batch_that_only_one_copy_sees_moves_both():
-    """With one micro-batch the second way of Chimera runs nothing, and is a copy all the same."""
+def test_microbatch_of_one_copy_updates_both_copies():
+    """With one micro-batch, Chimera's second pipeline runs nothing, but its copy must also change."""
 
     def body(world):
         pipe, optimizer = make(world, stages=2, microbatches=1, schedule="chimera")
         results = train(pipe, optimizer, batches(3, 13, 3, 2))
-        return state_of(pipe, optimizer), results
+        return training_state(pipe, optimizer), results
 
     ranks = run_on_threads(2, body)
-    assert set(assert_one([state for state, _ in ranks])) == {2}
+    assert set(assert_copies_equal([state for state, _ in ranks])) == {2}
     pipe, optimizer = run_on_threads(1, lambda world: make(world, microbatches=1))[0]
     alone = train(pipe, optimizer, batches(3, 13, 3, 2))
     assert ranks[0][1] == pytest.approx(alone, abs=1e-9)
 
 
-def test_the_norm_counts_a_copy_once():
-    """And its gradient is the sum over both ways: the same as without any pipeline."""
+def test_gradient_norm_counts_copies_once():
+    """Losses and norms after clipping equal those of a single process."""
 
     def body(world, **settings):
         pipe, optimizer = make(world, microbatches=4, **settings)
@@ -142,8 +146,8 @@ def test_the_norm_counts_a_copy_once():
 @pytest.mark.parametrize(
     "settings", [{"schedule": "chimera"}, {"schedule": "gems"}, {"replicas": 2}], ids=label
 )
-def test_built_layers_that_threads_share_are_copied_but_once(settings):
-    """Several ranks once accumulated into the gradients of one object, each its own share."""
+def test_built_layers_shared_by_threads_train_as_in_one_process(settings):
+    """Regression: several ranks accumulated their gradients into one module object."""
     layers = [nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
     twin = [nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
     for mine, other in zip(layers, twin, strict=True):
@@ -161,15 +165,15 @@ def test_built_layers_that_threads_share_are_copied_but_once(settings):
             part = pipe.share(len(inputs))
             pipe.step(inputs[part], targets[part])
             optimizer.step()
-        return state_of(pipe, optimizer)
+        return training_state(pipe, optimizer)
 
-    assert set(assert_one(run_on_threads(2 * settings.get("replicas", 1), body))) == {2}
+    assert set(assert_copies_equal(run_on_threads(2 * settings.get("replicas", 1), body))) == {2}
     for mine, other in zip(layers, twin, strict=True):
         assert torch.allclose(mine.weight, other.weight, rtol=0, atol=1e-12)
 
 
-class Partly(nn.Module):
-    """Use its second parameter for large inputs only."""
+class PartlyUsed(nn.Module):
+    """Use the second parameter for large inputs only, and the third never."""
 
     def __init__(self):
         super().__init__()
@@ -181,11 +185,11 @@ class Partly(nn.Module):
         return x * self.always + (self.sometimes if x.detach().max() > 5 else 0)
 
 
-def test_a_parameter_that_one_copy_used_has_a_gradient_on_all():
-    """Micro-batches of even numbers go one way, of odd ones the other; one alone is large."""
+def test_parameter_used_by_one_copy_gets_gradient_on_all_copies():
+    """One copy runs the even micro-batches, the other the odd ones; only one has large inputs."""
 
     def body(world):
-        layers = [LayerSpec(Partly), LayerSpec(nn.Linear, 3, 2)]
+        layers = [LayerSpec(PartlyUsed), LayerSpec(nn.Linear, 3, 2)]
         pipe = Pipeline(layers, mean_square, microbatches=4, schedule="gems", world=world)
         inputs = torch.ones(4, 3)
         inputs[1] = 9.0
@@ -199,16 +203,16 @@ def test_a_parameter_that_one_copy_used_has_a_gradient_on_all():
     assert torch.equal(first[0], second[0])
 
 
-def test_a_checkpoint_stores_copies_once_and_loads_on_other_layouts(
+def test_checkpoint_stores_copies_once_and_loads_in_other_layouts(
     processes, tmp_path, stored_tensors
 ):
-    """Chimera -> one process, zb_v and Chimera again: the same training goes on."""
+    """Saved with Chimera, loaded in one process, with zb_v and with Chimera."""
     path, data = tmp_path / "checkpoint", batches(4, 13, 3, 2)
 
-    def go_on(world=None, **settings):
+    def resume(world=None, **settings):
         pipe, optimizer = make(world, microbatches=4, **settings)
         pipe.load(path, optimizer)
-        return train(pipe, optimizer, data[2:]), state_of(pipe, optimizer)
+        return train(pipe, optimizer, data[2:]), training_state(pipe, optimizer)
 
     def body(rank):
         pipe, optimizer = make(microbatches=4, schedule="chimera")
@@ -216,9 +220,9 @@ def test_a_checkpoint_stores_copies_once_and_loads_on_other_layouts(
         pipe.save(path, optimizer)
         before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
         results = train(pipe, optimizer, data[2:])
-        same = go_on(schedule="chimera")
-        other = go_on(schedule="zb_v")
-        return before, (results, state_of(pipe, optimizer)), same, other
+        same = resume(schedule="chimera")
+        other = resume(schedule="zb_v")
+        return before, (results, training_state(pipe, optimizer)), same, other
 
     ranks = processes(2, body, tmp_path)
     saved, (results, state), *_ = ranks[0]
@@ -232,13 +236,13 @@ def test_a_checkpoint_stores_copies_once_and_loads_on_other_layouts(
     for _, ours, same, other in ranks:
         assert ours[0] == same[0] == results
         assert other[0] == pytest.approx(results, abs=1e-9)
-        assert_one([state, ours[1], same[1]])
-    alone, _ = run_on_threads(1, go_on)[0]
+        assert_copies_equal([state, ours[1], same[1]])
+    alone, _ = run_on_threads(1, resume)[0]
     assert alone == pytest.approx(results, abs=1e-9)
 
 
 @pytest.mark.parametrize(("stages", "settings", "num_copies"), MIRRORED, ids=label)
-def test_each_copy_is_reduced_once_a_step(stages, settings, num_copies):
+def test_each_copy_is_reduced_once_per_step(stages, settings, num_copies):
     def body(world):
         pipe, _ = make(world, stages=stages, microbatches=4, **settings)
         row = pipe.schedule.ranks[pipe.stage_rank]

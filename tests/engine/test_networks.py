@@ -1,6 +1,6 @@
-"""Every schedule over networks whose sends are rendezvous, as Gloo's and NCCL's are.
+"""Every schedule over networks in which a send completes when it is received, as in Gloo and NCCL.
 
-Between processes a group of Gloo that is given no tags stands for a backend of the device.
+Between processes, a Gloo group that is used without tags stands for a device backend.
 """
 
 import pytest
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def train(world, name, *, stages, replicas=1):
-    """Return the losses, and the gradients of each step by name."""
+    """Train with a schedule; return the loss and the gradients by name of each step."""
     pipe = Pipeline(
         [LayerSpec(Block) for _ in range(16)],
         square_sum,
@@ -49,7 +49,7 @@ def train(world, name, *, stages, replicas=1):
     return seen
 
 
-def over(network, name, *, stages, has_backend, **settings):
+def train_over_network(network, name, *, stages, has_backend, **settings):
     def body(world):
         own = NetworkWorld(world, network, LateDevice(), has_backend=has_backend)
         return train(own, name, stages=stages, **settings)
@@ -59,8 +59,8 @@ def over(network, name, *, stages, has_backend, **settings):
     return ranks
 
 
-# On two ranks every schedule is tried; on four, where a rank has a peer on either side, one of each
-# placement (one stage a rank, looped, V-shaped, mirrored) and those that hung.
+# Two ranks run every schedule. Four ranks, in which a rank has two neighbours, run one schedule of
+# each placement (one stage per rank, looped, V-shaped, mirrored) and those that used to hang.
 ON_FOUR = ("one_f_one_b", "interleaved", "zb_v", "hanayo", "dualpipe_v", "chimera")
 
 
@@ -71,15 +71,16 @@ ON_FOUR = ("one_f_one_b", "interleaved", "zb_v", "hanayo", "dualpipe_v", "chimer
         *((name, 4) if name in ON_FOUR else product(name, 4) for name in NAMES),
     ],
 )
-def test_every_schedule_trains_where_a_send_ends_once_it_is_received(name, stages):
-    """Over pinned memory, `zb_v`, `hanayo` and `dualpipe_v` hung in the first step.
+def test_schedule_trains_if_sends_complete_only_when_received(name, stages):
+    """Regression: with pinned memory, `zb_v`, `hanayo` and `dualpipe_v` hung in the first step.
 
-    Over a backend of the device, one queue carries all from rank to rank: each channel had its own.
+    With a device backend, all channels from one rank to another share one queue. Regression: each
+    channel had its own.
     """
     expected = run_on_threads(stages, lambda world: train(world, name, stages=stages))
     for has_backend in (False, True):
         network = Network()
-        assert over(network, name, stages=stages, has_backend=has_backend) == expected
+        assert train_over_network(network, name, stages=stages, has_backend=has_backend) == expected
         queues = {key for key, _ in network.started if key[-1] == "device"}
         pairs = {key[:2] for key, _ in network.started}
         assert queues == {(*pair, "device") for pair in pairs if has_backend}
@@ -88,13 +89,16 @@ def test_every_schedule_trains_where_a_send_ends_once_it_is_received(name, stage
 @pytest.mark.parametrize(
     ("name", "has_backend"), [("zb_v", False), ("zb_v", True), ("gems", False), ("gems", True)]
 )
-def test_replicas_have_queues_of_their_own(name, has_backend):
+def test_replicas_use_separate_queues(name, has_backend):
     expected = run_on_threads(4, lambda world: train(world, name, stages=2, replicas=2))
-    assert over(Network(), name, stages=2, replicas=2, has_backend=has_backend) == expected
+    assert (
+        train_over_network(Network(), name, stages=2, replicas=2, has_backend=has_backend)
+        == expected
+    )
 
 
-# With whom each rank exchanges boundaries: two stages and two replicas, or four stages.
-IN_TWO = {"stages": 2, "replicas": 2}
+# Peers of each rank, for two stages and two replicas or for four stages.
+TWO_BY_TWO = {"stages": 2, "replicas": 2}
 PEERS = {
     "zb_v": ({1}, {0}, {3}, {2}),
     "hanayo": ({1}, {0}, {3}, {2}),
@@ -104,12 +108,12 @@ PEERS = {
 
 
 class OnDevice(ProcessWorld):
-    """A process whose boundaries are said to lie on a device, with a backend of its own or not."""
+    """Process world that treats activations as device tensors, with or without a device backend."""
 
     has_backend = True
 
     def transport(self, channels, device=None):
-        # In this process alone, which ends with the test.
+        # Patched in this process only, which ends with the test.
         world_of_processes._is_carried = lambda device: self.has_backend
         return super().transport(channels, LateDevice())
 
@@ -123,16 +127,19 @@ class OnDeviceOverGloo(OnDevice):
     [
         ("zb_v", OnDevice),
         ("chimera", OnDeviceOverGloo),
-        # Their peers are those of zb_v, and two for each rank as within chimera.
+        # hanayo has the peers of zb_v; interleaved has two per rank, as inner ranks of chimera.
         product("hanayo", OnDeviceOverGloo),
         product("interleaved", OnDevice),
     ],
 )
-def test_a_process_has_one_group_with_each_peer_and_one_of_the_device_each_way(
+def test_process_forms_one_host_group_and_two_device_groups_per_peer(
     name, kind, processes, tmp_path
 ):
-    """There were two for each channel of each replica, formed by all ranks of the world."""
-    settings = {"stages": 4, "replicas": 1} if len(PEERS[name][1]) > 1 else IN_TWO
+    """Without a device backend there are only host groups.
+
+    Regression: all ranks formed two groups for each channel of each replica.
+    """
+    settings = {"stages": 4, "replicas": 1} if len(PEERS[name][1]) > 1 else TWO_BY_TWO
     expected = run_on_threads(4, lambda world: train(world, name, **settings))
 
     def body(rank):
@@ -144,7 +151,7 @@ def test_a_process_has_one_group_with_each_peer_and_one_of_the_device_each_way(
             formed.append((ranks, *backend)) or form(ranks, *backend)
         )
         trained = train(world, name, **settings)
-        train(world, name, **settings)  # another pipeline of the world forms none of its own
+        train(world, name, **settings)  # a second pipeline forms no further groups
         queues = [ranks for ranks, backend in formed if backend == "cpu:gloo"]
         pairs = [ranks for ranks, backend in formed if backend == "gloo"]
         world.close()

@@ -1,4 +1,4 @@
-"""Activations that wait on the host: the same bits, and none of them on the device meanwhile."""
+"""Offloading of activations to the host: results are bitwise equal and device memory is freed."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def trained(world, *, model="gpt", **settings):
 
 
 class Skipping(nn.Module):
-    """Batch norm, in-place work, and a skip."""
+    """Convolution with batch norm, in-place ReLU and an optional skip connection."""
 
     def __init__(self, num_popped, num_stashed):
         super().__init__()
@@ -58,11 +58,11 @@ def convolutions():
 
 
 MODELS = ("gpt", "convolutions")
-# On two ranks they use soon what they have made, and nothing moves; gems does so on any number.
+# On two ranks these schedules use activations too soon to offload any. gems does on any number.
 ON_FOUR = ("one_f_one_b", "auto", "chimera", "dualpipe")
 
 
-def assert_same_bits(name, model, recompute, **settings):
+def assert_bitwise_equal(name, model, recompute, **settings):
     settings = {"schedule": name, "recompute": recompute, "microbatches": 4, **settings}
     ranks = 4 if name in ON_FOUR else 2
     plain, moved = (
@@ -79,20 +79,20 @@ def assert_same_bits(name, model, recompute, **settings):
 @cover_of(
     "name, model, recompute", ("gpipe", "zb_v", "zb_h2", "chimera"), MODELS, ("always", "never")
 )
-def test_offloading_changes_no_bit(name, model, recompute):
-    assert_same_bits(name, model, recompute)
+def test_offload_is_bitwise_equal(name, model, recompute):
+    assert_bitwise_equal(name, model, recompute)
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("recompute", ["except_last", "never"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gems"])
-def test_offloading_changes_no_bit_in_any_schedule(name, recompute):
+def test_offload_is_bitwise_equal_in_every_schedule(name, recompute):
     options = {"schedule_options": {"waves": 1}} if name == "hanayo" else {}
-    assert_same_bits(name, "convolutions", recompute, microbatches=6, **options)
+    assert_bitwise_equal(name, "convolutions", recompute, microbatches=6, **options)
 
 
-def kept_after(recipe, layers, *, offload):
-    """Return which of the saved storages are alive after F, and after OFFLOAD."""
+def alive_storages(recipe, layers, *, offload):
+    """Return for each storage saved by autograd whether it is alive after F or, if set, OFFLOAD."""
     stage = Stage(0, dict(enumerate(layers)), HostDevice(), StageRoutes({-1: ()}, {}))
     references = []
 
@@ -106,8 +106,8 @@ def kept_after(recipe, layers, *, offload):
 
     HostCopy._pack = pack
     try:
-        room = PinnedBufferPool(stage.device)
-        work = StageRunner(stage, room=room)
+        pool = PinnedBufferPool(stage.device)
+        work = StageRunner(stage, room=pool)
         x = torch.randn(4, 8).requires_grad_()
         work.forward(RUN, 0, [x], 4, recipe, Outcome())
         del x
@@ -115,10 +115,10 @@ def kept_after(recipe, layers, *, offload):
         HostCopy._pack = original
     if offload:
         work.offload(0)
-        room.before_compute()
-        # Beside the next action of compute it is on its way.
+        pool.before_compute()
+        # The copy overlaps with the next compute action.
         assert not any(torch.UntypedStorage._expired(each) for each in references)
-        room.before_compute()
+        pool.before_compute()
     alive = [not torch.UntypedStorage._expired(each) for each in references]
     if offload:
         work.fetch(0)
@@ -137,32 +137,32 @@ def kept_after(recipe, layers, *, offload):
     ],
     ids=["graph", "split", "input"],
 )
-def test_the_device_holds_nothing_in_between(recipe):
+def test_offloaded_activations_are_freed_on_the_device(recipe):
     layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(2)]
-    for _ in range(2):  # the first copies, to see whether layers write in place
-        before = kept_after(recipe, layers, offload=False)
-        after = kept_after(recipe, layers, offload=True)
+    for _ in range(2):  # the first run copies inputs to detect in-place writes
+        before = alive_storages(recipe, layers, offload=False)
+        after = alive_storages(recipe, layers, offload=True)
     assert before and all(before)
     assert not any(after)
 
 
-def test_parameters_and_buffers_stay():
+def test_parameters_and_buffers_are_not_offloaded():
     norm = nn.BatchNorm1d(8).eval()
     device = HostDevice()
-    room = PinnedBufferPool(device)
-    host = HostCopy([*norm.parameters(), *norm.buffers()], device, room)
+    pool = PinnedBufferPool(device)
+    host = HostCopy([*norm.parameters(), *norm.buffers()], device, pool)
     with host.collecting():
         output = norm(torch.randn(4, 8, requires_grad=True))
     host.offload()
-    room.end()
+    pool.end()
     assert norm.weight.untyped_storage().size() == norm.running_mean.untyped_storage().size() == 32
     host.fetch()
     output.sum().backward()
     assert norm.weight.grad is not None
 
 
-class PassingOn(nn.Module):
-    """Leave a part of the input as it came, the mask, and the other too where there is no layer."""
+class PassThrough(nn.Module):
+    """Return the mask unchanged, and also the other input if there is no linear layer."""
 
     def __init__(self, has_layer):
         super().__init__()
@@ -173,18 +173,18 @@ class PassingOn(nn.Module):
         return (x if self.linear is None else self.linear(x) * mask[:, None]), mask
 
 
-def passed_on(world, **settings):
-    layers = [LayerSpec(PassingOn, i % 2 == 0) for i in range(4)]
+def pass_through_loss(world, **settings):
+    layers = [LayerSpec(PassThrough, i % 2 == 0) for i in range(4)]
     pipe = Pipeline(layers, lambda y, t: (y[0] - t).square().mean(), world=world, **settings)
     x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
     return pipe.step((x, torch.arange(9)), -x).loss
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_what_a_stage_passes_on_untouched_stays_with_its_next_user(recompute):
+def test_offload_handles_inputs_that_a_stage_returns_unchanged(recompute):
     settings = {"schedule": "zb_v", "microbatches": 4, "recompute": recompute}
     plain, moved = (
-        run_on_threads(2, partial(passed_on, offload=offload, **settings))
+        run_on_threads(2, partial(pass_through_loss, offload=offload, **settings))
         for offload in (False, True)
     )
     assert plain == moved

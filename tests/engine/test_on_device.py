@@ -1,4 +1,4 @@
-"""Sums of a step on a device: the bits of a CPU, by few kernels, and nobody waits for them."""
+"""Reductions of a step on a device: bitwise equal to a CPU, few kernels and no host waits."""
 
 import math
 
@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 
 
 def numbers(count, seed=0):
-    """Return numbers whose sum says in which order they were added."""
+    """Return numbers whose sum depends on the order of addition."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, generator=generator, dtype=torch.float64) * torch.logspace(
         0, 12, count, dtype=torch.float64
@@ -40,7 +40,7 @@ def numbers(count, seed=0):
 
 
 class Kernels(TorchDispatchMode):
-    """Count what would be a kernel each."""
+    """Count operations that launch a kernel."""
 
     def __init__(self):
         super().__init__()
@@ -52,8 +52,8 @@ class Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 1000, 20_000])
-def test_weights_are_summed_from_left_to_right_on_a_device(count, monkeypatch):
-    """`cumsum` of floats is refused there under deterministic algorithms, and has another order."""
+def test_ordered_sum_on_device_adds_left_to_right_without_waiting(count, monkeypatch):
+    """On a device, `cumsum` raises under deterministic algorithms and adds in another order."""
     values = numbers(count)
     expected = 0.0
     for value in values.tolist():
@@ -70,8 +70,8 @@ def test_weights_are_summed_from_left_to_right_on_a_device(count, monkeypatch):
 
 
 @pytest.mark.parametrize("counts", [[3] * 64, [5, 1, 0, 2], [7]])
-def test_weights_of_all_replicas_are_summed_at_once(counts):
-    """A sum was started for each replica."""
+def test_weights_of_all_replicas_are_summed_by_few_kernels(counts):
+    """Regression: one sum was launched for each replica."""
     weights, starts = numbers(sum(counts)), [sum(counts[:i]) for i in range(len(counts))]
     expected = []
     for start, count in zip(starts, counts, strict=True):
@@ -90,21 +90,21 @@ def test_weights_of_all_replicas_are_summed_at_once(counts):
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])
-def test_a_device_that_sums_a_bag_in_another_order_adds_one_by_one(has_kernel, monkeypatch):
-    def turned(order, weights, mode):
+def test_ordered_sum_falls_back_if_embedding_bag_is_unusable(has_kernel, monkeypatch):
+    def in_reverse(order, weights, mode):
         if not has_kernel:
             raise NotImplementedError("embedding_bag")
         return weights.flip(0).cumsum(0)[-1:]
 
     values = numbers(500)
     with single_device() as device:
-        monkeypatch.setattr(step_result.F, "embedding_bag", turned)
+        monkeypatch.setattr(step_result.F, "embedding_bag", in_reverse)
         total = ordered_sum(device)(device.to_device(values))
         assert device.to_host(total).item() == values.cumsum(0)[-1].item()
 
 
 def reduction(device, num_global):
-    """Return what reduces a step of one rank; making it looks at how the device sums."""
+    """Return the step reduction of a single rank; its constructor probes how the device sums."""
     return StepReduction(num_global, 2, SoloGroup(0), 0, device)
 
 
@@ -113,8 +113,8 @@ def reduce(own, values, weights):
     return own.reduce(terms, {}, {1}, reported=[3.0]).loss
 
 
-def test_a_loss_is_read_from_one_copy_that_is_under_way_when_the_step_ends():
-    """Each figure of a step's result was a wait of its own for the device."""
+def test_step_result_is_read_with_one_host_wait_after_the_step():
+    """Regression: each value of a step's result waited for the device separately."""
     values, weights = numbers(6), numbers(6, seed=1).abs()
     expected = reduce(reduction(HOST, 6), values.unbind(), weights.unbind())
     with single_device() as device:
@@ -130,8 +130,8 @@ def test_a_loss_is_read_from_one_copy_that_is_under_way_when_the_step_ends():
         assert device.to_host(loss.weight).item() == expected.known_weight
 
 
-def test_terms_of_a_device_are_put_together_by_few_kernels():
-    """Each loss and each weight of a micro-batch was a copy of its own."""
+def test_kernel_count_does_not_grow_with_number_of_loss_terms():
+    """Regression: each loss and each weight of a micro-batch was copied separately."""
 
     def count(number):
         values, weights = numbers(number), numbers(number, seed=1).abs()
@@ -159,8 +159,8 @@ def parameters(count, dtypes=(torch.float32,), seed=0):
 
 
 @pytest.mark.parametrize("dtypes", [DTYPES[:1], DTYPES[:4]])
-def test_kernels_do_not_grow_with_the_parameters(dtypes):
-    """The norm of each was made wide and squared by itself, and so was each peak."""
+def test_kernel_count_does_not_grow_with_number_of_parameters(dtypes):
+    """Regression: each gradient was converted, squared and checked for overflow separately."""
 
     def count(number):
         own = parameters(number, dtypes)
@@ -175,8 +175,8 @@ def test_kernels_do_not_grow_with_the_parameters(dtypes):
     assert count(8) == count(64)
 
 
-def test_clipping_on_a_device_has_the_bits_of_a_cpu_and_waits_for_nothing():
-    """Zeros stood for gradients that are not there, which changed the last bit of the norm."""
+def test_clipping_on_device_is_bitwise_equal_to_cpu_without_waiting():
+    """Regression: zeros in place of missing gradients changed the last bit of the norm."""
 
     def named(place=lambda tensor: tensor):
         made = {}
@@ -205,21 +205,21 @@ def test_clipping_on_a_device_has_the_bits_of_a_cpu_and_waits_for_nothing():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_device_divides_as_a_cpu_does(dtype, monkeypatch):
-    """A device rounds a scalar of its own to the 16 bits of what it divides; a CPU does not."""
+def test_division_on_device_is_bitwise_equal_to_cpu(dtype, monkeypatch):
+    """A device rounds a scalar tensor to the dtype of a 16-bit dividend; a CPU does not."""
     monkeypatch.setattr("gpipe_hpc.data_parallel.buckets._SMALL", 40)
     monkeypatch.setattr("gpipe_hpc.data_parallel.buckets.PACK", 60)
     generator = torch.Generator().manual_seed(0)
-    owns = [torch.randn(n, 3, generator=generator, dtype=dtype) for n in (5, 9, 11, 40, 2)]
+    values = [torch.randn(n, 3, generator=generator, dtype=dtype) for n in (5, 9, 11, 40, 2)]
     number = torch.tensor(1001 / 1024, dtype=torch.float64)
-    expected = [each.clone() for each in owns]
+    expected = [each.clone() for each in values]
     for each in expected:
         each.div_(number)
-    on_cpu = [each.clone() for each in owns]
+    on_cpu = [each.clone() for each in values]
     Divisor(number, HOST).divide(on_cpu)
     assert all(map(torch.equal, on_cpu, expected))
     with single_device() as device:
-        there = [device.to_device(each.clone()) for each in owns]
+        there = [device.to_device(each.clone()) for each in values]
         divisor = Divisor(device.to_device(number.clone()), device)
         device.host_waits.clear()
         with _RoundedScalars():
@@ -229,7 +229,7 @@ def test_a_device_divides_as_a_cpu_does(dtype, monkeypatch):
 
 
 class _RoundedScalars(TorchDispatchMode):
-    """Compute as a device does, which casts a scalar tensor to what it is divided into."""
+    """Emulate a device, which casts a scalar divisor to the dtype of the dividend."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten._foreach_div_.Tensor, torch.ops.aten.div_.Tensor):
@@ -239,8 +239,8 @@ class _RoundedScalars(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_gradients_that_come_are_copied_at_once_on_a_device():
-    """Each parameter's first gradient of a step was a kernel of its own."""
+def test_gradients_are_copied_by_constant_number_of_kernels_on_device():
+    """Regression: each parameter's first gradient of a step was copied by a separate kernel."""
 
     def count(number):
         with single_device() as device:
@@ -253,18 +253,18 @@ def test_gradients_that_come_are_copied_at_once_on_a_device():
             gradients.clear()
             given = {name: torch.full_like(p, 2.0) for name, p in named.items()}
             for name, parameter in named.items():
-                parameter.grad = given[name].detach()  # the memory has two owners
+                parameter.grad = given[name].detach()  # the memory is shared
             with Kernels() as kernels:
                 gradients.unshare()
             for name, parameter in named.items():
                 assert parameter.grad.data_ptr() != given[name].data_ptr()
                 assert (device.to_host(parameter.grad) == 2.0).all()
-            return kernels.count - number  # memory for each
+            return kernels.count - number  # one allocation for each parameter
 
     assert count(20) == count(5)
 
 
-def test_what_is_fetched_is_as_it_was_when_it_was_asked_for():
+def test_async_host_tensor_ignores_later_writes_to_its_source():
     with single_device() as device:
         value = device.to_device(torch.tensor([1.0, 2.0]))
         fetched = AsyncHostTensor.of(value, device)
@@ -276,8 +276,8 @@ def test_what_is_fetched_is_as_it_was_when_it_was_asked_for():
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
-def test_a_loss_without_a_graph_is_looked_at_when_the_next_step_begins(value):
-    """The host waited for each such loss amid the step, also where it was a 0 that is meant."""
+def test_loss_without_graph_is_checked_when_next_step_begins(value):
+    """Regression: the host waited for each such loss during the step, even for an intended 0."""
 
     def loss(output, target):
         return output.detach().sum() * 0 + value, 1.0

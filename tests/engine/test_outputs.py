@@ -1,4 +1,4 @@
-"""A layer may write into its last output again: what was sent of it stays as it was."""
+"""Layers that overwrite their last output: data already sent or kept must not change."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from gpipe_hpc.errors import ActionError
 from tests.engine.catalogue import ROWS, WIDTH, Aside, Detached, Scratch, Uses, of_numpy
 from tests.support import batches, cover_of, square_sum
 
-both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+both_transports = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
 
 
 KINDS = {
@@ -49,8 +49,8 @@ LAYOUTS = {
 
 
 @cover_of("kind, layout, recompute", [*KINDS], [*LAYOUTS], ("always", "except_last", "never"))
-def test_memory_that_a_layer_uses_again(plain, kind, layout, recompute):
-    """The next micro-batch wrote over what was kept, or sent, of the last one."""
+def test_layers_that_reuse_output_memory_train_as_plain_loop(plain, kind, layout, recompute):
+    """Regression: the next micro-batch overwrote the kept or sent output of the last one."""
     data, (stages, settings) = batches(2, ROWS, WIDTH), LAYOUTS[layout]
     expected = plain.train(recipes(plain, kind), square_sum, data, seed=5, microbatches=4)
 
@@ -62,8 +62,8 @@ def test_memory_that_a_layer_uses_again(plain, kind, layout, recompute):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluations_and_predictions(plain, kind):
-    """Each output of a prediction was that of the last micro-batch."""
+def test_layers_that_reuse_output_memory_evaluate_and_predict(plain, kind):
+    """Regression: each predicted output was that of the last micro-batch."""
     ((inputs, targets),) = batches(1, ROWS, WIDTH)
 
     def body(world):
@@ -83,9 +83,11 @@ def test_evaluations_and_predictions(plain, kind):
             assert loss == pytest.approx(float((expected - targets).square().sum() / ROWS))
 
 
-@both_ways
+@both_transports
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_between_processes(plain, processes, recompute, shares_memory, tmp_path):
+def test_layers_that_reuse_output_memory_train_between_processes(
+    plain, processes, recompute, shares_memory, tmp_path
+):
     data = batches(3, ROWS, WIDTH)
     linear, scratch, *_ = recipes(plain, "scratch")
     layers = [linear, scratch, linear]
@@ -106,8 +108,10 @@ def test_between_processes(plain, processes, recompute, shares_memory, tmp_path)
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_layers_that_keep_nothing_are_not_copied(plain, recompute, schedule, monkeypatch):
-    """Tanh's graph refers to its output, and autograd watches over that."""
+def test_outputs_of_layers_that_keep_no_alias_are_not_copied(
+    plain, recompute, schedule, monkeypatch
+):
+    """Tanh saves its output for the backward, but autograd itself detects in-place writes to it."""
     copied = []
     original = outputs._copied
 
@@ -132,8 +136,8 @@ def test_layers_that_keep_nothing_are_not_copied(plain, recompute, schedule, mon
     assert copied == [0, 0, 0]
 
 
-class Remembers(nn.Module):
-    """Write into the input of the last micro-batch."""
+class OverwritesInput(nn.Module):
+    """Modify the input of the last micro-batch in place."""
 
     def __init__(self):
         super().__init__()
@@ -147,10 +151,13 @@ class Remembers(nn.Module):
         return self.linear(x)
 
 
-def test_an_input_that_is_written_to_before_its_recomputation_stops_with_the_layers_name(plain):
-    """In one piece its backward is done by then; here it was recomputed from something else."""
+def test_input_modified_before_its_recomputation_is_refused(plain):
+    """Regression: it was recomputed from the modified input.
+
+    In a plain loop the backward would have ended before the modification.
+    """
     linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
-    layers = [linear, plain.Recipe(Remembers, ()), linear]
+    layers = [linear, plain.Recipe(OverwritesInput, ()), linear]
 
     def body(world):
         pipe = make(layers, world, stages=3, recompute="always", schedule="one_f_one_b")
@@ -162,7 +169,7 @@ def test_an_input_that_is_written_to_before_its_recomputation_stops_with_the_lay
 
 
 class Checkpointed(nn.Module):
-    """Keep the output, and let torch run what made it again in its backward."""
+    """Keep the output of a torch checkpoint, which runs the inner layer again in the backward."""
 
     def __init__(self):
         super().__init__()
@@ -178,8 +185,8 @@ class Checkpointed(nn.Module):
         return self.last
 
 
-def test_looking_for_what_a_graph_saved_runs_no_layer_again(plain):
-    """A layer's own checkpoint answers with a recomputation when it is asked."""
+def test_inspecting_saved_tensors_does_not_recompute_checkpoint(plain):
+    """Unpacking a tensor saved by torch's checkpoint would run the layer again."""
     linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
     layers = [linear, plain.Recipe(Checkpointed, ()), linear]
     data = batches(2, ROWS, WIDTH)
@@ -196,8 +203,8 @@ def test_looking_for_what_a_graph_saved_runs_no_layer_again(plain):
     assert ranks[1][1] == 2 * 4 * 2
 
 
-class Overwrites(nn.Module):
-    """Keep what the graph keeps as well, and write into it for the next micro-batch."""
+class OverwritesSaved(nn.Module):
+    """Keep an alias of a tensor saved by autograd, and modify it in the next micro-batch."""
 
     def __init__(self):
         super().__init__()
@@ -212,10 +219,10 @@ class Overwrites(nn.Module):
         return y
 
 
-def test_what_a_graph_has_saved_is_not_copied_and_autograd_refuses_it(plain):
-    """Its backward would be wrong whatever was sent; recomputed, it is sent as it was made."""
+def test_overwriting_a_tensor_saved_by_autograd_is_refused(plain):
+    """A copy of the sent output would not help, as the backward needs the saved tensor."""
     linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
-    layers = [linear, plain.Recipe(Overwrites, ()), linear]
+    layers = [linear, plain.Recipe(OverwritesSaved, ()), linear]
     data = batches(1, ROWS, WIDTH)
 
     def body(world, recompute):

@@ -1,4 +1,4 @@
-"""A boundary requires a gradient where it would in one piece, whatever is recomputed."""
+"""Outputs of stages require a gradient as in the plain model, with and without recomputation."""
 
 import weakref
 from functools import partial
@@ -22,7 +22,7 @@ def mean_square(output, target):
 
 
 class Enter(nn.Module):
-    """Give what needs a gradient, a mask made of the batch, and a copy that was detached."""
+    """Return an output, a mask, a detached copy of the output, and part of the input."""
 
     def __init__(self):
         super().__init__()
@@ -33,8 +33,8 @@ class Enter(nn.Module):
         return {"x": y, "mask": (x > 0).double(), "detached": y.detach() * 2, "frozen": x[:, :1]}
 
 
-class Asks(nn.Module):
-    """Compute something else with what requires a gradient than with what does not."""
+class ReadsRequiresGrad(nn.Module):
+    """Compute different results for inputs that require a gradient and inputs that do not."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Asks(nn.Module):
 
 
 def recipes(plain):
-    return [plain.Recipe(Enter, ()), *[plain.Recipe(Asks, ())] * 3]
+    return [plain.Recipe(Enter, ()), *[plain.Recipe(ReadsRequiresGrad, ())] * 3]
 
 
 def pipeline(recipes, world=None, **settings):
@@ -61,8 +61,8 @@ def backwards(count):
 
 
 @cover_of("schedule, recompute, stages", ("gpipe", "one_f_one_b", "zb_h1"), RECOMPUTE, (4, 2))
-def test_a_layer_that_asks_is_told_the_same_as_in_one_piece(plain, recompute, schedule, stages):
-    """Recomputed, every float of a boundary said that it required a gradient."""
+def test_layers_see_same_requires_grad_as_in_plain_loop(plain, recompute, schedule, stages):
+    """Regression: in a recomputation, every floating-point input required a gradient."""
     data = batches(2)
     expected = plain.train(recipes(plain), mean_square, data, seed=5, microbatches=4)
 
@@ -74,8 +74,8 @@ def test_a_layer_that_asks_is_told_the_same_as_in_one_piece(plain, recompute, sc
     assert plain.unite(run_on_threads(stages, body), stages).distance(expected) < 1e-12
 
 
-def test_no_gradient_comes_back_for_what_needs_none(plain, monkeypatch):
-    """It was made, sent and added up."""
+def test_no_gradient_is_sent_for_tensors_that_require_none(plain, monkeypatch):
+    """Regression: such gradients were computed, sent and accumulated."""
     sent = []
     original = MemoryTransport.send
 
@@ -94,8 +94,8 @@ def test_no_gradient_comes_back_for_what_needs_none(plain, monkeypatch):
     assert sent == [1] * 6
 
 
-class Watched(nn.Module):
-    """Note in which forwards there was a graph, and what autograd kept of them."""
+class GraphRecorder(nn.Module):
+    """Record which forwards build a graph, and how many of their saved tensors are alive."""
 
     def __init__(self, detaches=False):
         super().__init__()
@@ -105,14 +105,14 @@ class Watched(nn.Module):
     def forward(self, x):
         self.num_alive.append(sum(reference() is not None for reference in self.kept))
         self.graphs.append(torch.is_grad_enabled())
-        y = torch.tanh(self.linear(x))  # which autograd keeps
+        y = torch.tanh(self.linear(x))  # saved by autograd
         self.kept.append(weakref.ref(y.untyped_storage()))
         y = y * 2.0
         return y.detach() if self.detaches else y
 
 
-def test_only_the_first_forward_makes_a_graph_and_keeps_nothing_of_it():
-    layer = Watched()
+def test_only_first_forward_builds_a_graph_and_releases_it():
+    layer = GraphRecorder()
 
     def body(world):
         pipe = Pipeline(
@@ -128,13 +128,13 @@ def test_only_the_first_forward_makes_a_graph_and_keeps_nothing_of_it():
     run_on_threads(2, body)
     rest = [False] * 3 + [True] * 4
     assert layer.graphs == [True, *rest, False, *rest]
-    # In a forward as in a recomputation, whose backward comes first, nothing of another.
+    # Each forward and recomputation finds no saved tensor of another one alive.
     assert layer.num_alive == [0] * 16
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_layer_that_is_switched_between_steps(plain, begins):
-    """Whether it detaches is an attribute, which nobody is told of."""
+def test_layer_may_start_or_stop_detaching_between_steps(plain, begins):
+    """The layer detaches depending on an attribute of which the pipeline is not notified."""
     data = batches(2)
 
     def train(layers, recompute, world):
@@ -149,7 +149,7 @@ def test_a_layer_that_is_switched_between_steps(plain, begins):
     for recompute in RECOMPUTE:
         torch.manual_seed(1)
         linears = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)]
-        layers = [nn.Sequential(linears[0], Watched(begins)), linears[1]]
+        layers = [nn.Sequential(linears[0], GraphRecorder(begins)), linears[1]]
         first, second = run_on_threads(2, partial(train, layers, recompute))
         gradients.append(first | second)
     step_without = 0 if begins else 1
@@ -161,8 +161,8 @@ def test_a_layer_that_is_switched_between_steps(plain, begins):
             assert is_none or torch.equal(found[name], gradient), name
 
 
-class Near(nn.Linear):
-    """Give about the input: the sign of a micro-batch's mean stays."""
+class NearIdentity(nn.Linear):
+    """Linear layer near the identity, so that the sign of a micro-batch's mean is kept."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
@@ -171,7 +171,7 @@ class Near(nn.Linear):
 
 
 class ByValue(nn.Module):
-    """Detach micro-batches whose mean is negative: as an expert does that no token came to."""
+    """Detach micro-batches with a negative mean, like an expert that receives no token."""
 
     def __init__(self):
         super().__init__()
@@ -192,8 +192,8 @@ class Joins(nn.Module):
 
 
 @pytest.mark.parametrize("signs", ["+-+-", "-+-+", "++--", "--++"])
-def test_what_depends_on_the_values_is_trained_as_in_one_piece(plain, signs, caplog):
-    recipe = [plain.Recipe(Near, ()), plain.Recipe(ByValue, ()), plain.Recipe(Joins, ())]
+def test_requires_grad_that_depends_on_values_trains_as_plain_loop(plain, signs, caplog):
+    recipe = [plain.Recipe(NearIdentity, ()), plain.Recipe(ByValue, ()), plain.Recipe(Joins, ())]
     inputs = torch.cat([torch.full((2, WIDTH), 9.0 if s == "+" else -9.0) for s in signs]).double()
     data = [(inputs, batches(1)[0][1])] * 2
     expected = plain.train(recipe, mean_square, data, seed=5, microbatches=4, order=backwards)
@@ -206,15 +206,17 @@ def test_what_depends_on_the_values_is_trained_as_in_one_piece(plain, signs, cap
 
     trained = plain.unite(run_on_threads(2, body), 2)
     assert trained.distance(expected) < 1e-12
-    said = [
+    warnings = [
         record.message for record in caplog.records if "for some micro-batches" in record.message
     ]
-    assert len(said) == (signs[0] == "+"), "taken for True until it was seen, and then said once"
-    assert all("layers.1 (ByValue)" in text for text in said)
+    assert len(warnings) == (signs[0] == "+"), (
+        "taken for True until it was seen, and then said once"
+    )
+    assert all("layers.1 (ByValue)" in text for text in warnings)
 
 
 class Fickle(nn.Module):
-    """Detach in every other call."""
+    """Detach the output in every second call, starting with the first."""
 
     def __init__(self):
         super().__init__()
@@ -227,8 +229,8 @@ class Fickle(nn.Module):
         return y.detach() if self.num_calls % 2 else y
 
 
-def test_a_gradient_that_was_not_asked_for_stops_with_the_layers_name():
-    """The recomputation needs one, and the forward had said that it would not: it would be lost."""
+def test_requires_grad_in_recomputation_only_is_refused():
+    """Otherwise the gradient would be lost, because the forward's output did not require one."""
     layers = [Fickle(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)]
 
     def body(world):

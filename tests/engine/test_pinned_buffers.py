@@ -1,4 +1,4 @@
-"""Pinned memory of what waits on the host: made once, and written again in the order of copies."""
+"""Pinned host buffers of offloaded tensors: allocated once, reused after the copies from them."""
 
 import gc
 
@@ -26,23 +26,23 @@ def train(world, takes=None):
     return found, {name: device.to_host(each) for name, each in gradients_of(pipe).items()}
 
 
-def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
-    """Each tensor of each micro-batch pinned memory of its own."""
+def test_pinned_memory_is_allocated_in_first_step_only(monkeypatch):
+    """Regression: each tensor of each micro-batch allocated its own pinned memory."""
     takes, ends = [], []
     take, end = PinnedBufferPool.take, PinnedBufferPool.end
 
-    def noted(room, num_bytes):
-        buffer = take(room, num_bytes)
+    def recording_take(pool, num_bytes):
+        buffer = take(pool, num_bytes)
         takes[-1].append((num_bytes, buffer.data_ptr()))
         return buffer
 
-    def ended(room):
+    def recording_end(pool):
         ends.append(len(takes))
-        end(room)
+        end(pool)
 
-    monkeypatch.setattr(PinnedBufferPool, "take", noted)
-    monkeypatch.setattr(PinnedBufferPool, "end", ended)
-    (played,) = run_simulated(1, lambda world: train(world, takes)).results
+    monkeypatch.setattr(PinnedBufferPool, "take", recording_take)
+    monkeypatch.setattr(PinnedBufferPool, "end", recording_end)
+    (simulated,) = run_simulated(1, lambda world: train(world, takes)).results
     assert ends == [1, 2, 3, 4], "once for each step"
     first, *others = takes
     assert first
@@ -50,12 +50,15 @@ def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
         assert sorted(step) and {at for _, at in step} <= {at for _, at in first}
     monkeypatch.undo()
     (on_cpu,) = run_on_threads(1, train)
-    assert played[0] == on_cpu[0]
-    assert all(torch.equal(each, on_cpu[1][name]) for name, each in played[1].items())
+    assert simulated[0] == on_cpu[0]
+    assert all(torch.equal(each, on_cpu[1][name]) for name, each in simulated[1].items())
 
 
-def failing_amid_copies(world):
-    """Return what is allocated behind a step, and behind one that fails while copies are out."""
+def train_with_failing_step(world):
+    """Return the device memory after a good, a failed and a good step, and the losses.
+
+    The failure occurs while activations are being copied to the host.
+    """
 
     def loss(output, target):
         if fails and len(seen) == 4:
@@ -80,56 +83,56 @@ def failing_amid_copies(world):
     return taken, losses
 
 
-def test_a_step_that_fails_lets_go_of_what_was_on_its_way_out():
-    (((good, failed, again), losses),) = run_simulated(1, failing_amid_copies).results
+def test_failed_step_releases_tensors_being_offloaded():
+    (((good, failed, again), losses),) = run_simulated(1, train_with_failing_step).results
     assert failed <= good and again == good
     assert losses[0] == losses[1]
 
 
-def test_sizes_that_a_step_does_not_use_are_let_go_of():
+def test_buffer_sizes_not_used_by_a_step_are_released():
     with single_device() as device:
-        room = PinnedBufferPool(device)
-        room.end_fetch([room.take(8)])
-        room.end()
-        kept = room.take(8)
-        room.end_fetch([kept])
-        room.end_fetch([room.take(16)])
-        room.end()
-        assert room.take(8).data_ptr() == kept.data_ptr()
-        room.end()
-        room.end()
-        assert not any(room._unused.values()) and not any(room._free.values())
+        pool = PinnedBufferPool(device)
+        pool.end_fetch([pool.take(8)])
+        pool.end()
+        kept = pool.take(8)
+        pool.end_fetch([kept])
+        pool.end_fetch([pool.take(16)])
+        pool.end()
+        assert pool.take(8).data_ptr() == kept.data_ptr()
+        pool.end()
+        pool.end()
+        assert not any(pool._unused.values()) and not any(pool._free.values())
 
 
-def test_copies_out_wait_for_the_fetch_that_reads_the_buffer_and_for_no_earlier_one_again():
+def test_offload_waits_once_for_each_fetch_from_its_buffer():
     with single_device() as device:
-        room = PinnedBufferPool(device)
+        pool = PinnedBufferPool(device)
         buffers = [device.pinned((8,), torch.uint8) for _ in range(3)]
-        room.end_fetch(buffers[:1])
-        room.end_fetch(buffers[1:])
+        pool.end_fetch(buffers[:1])
+        pool.end_fetch(buffers[1:])
         waited = []
-        room.out.wait_event = waited.append
-        assert all(room.take(8) is buffer for buffer in buffers)
+        pool.out.wait_event = waited.append
+        assert all(pool.take(8) is buffer for buffer in buffers)
         assert len(waited) == 2 and len(set(map(id, waited))) == 2
-        assert not room._ends
+        assert not pool._ends
 
 
-def test_marks_of_buffers_that_are_gone_go_with_them():
-    """Where each step had other sizes, a mark was kept of every fetch of the run."""
+def test_events_of_released_buffers_are_released():
+    """Regression: if every step had other sizes, the events of all fetches of the run were kept."""
     with single_device() as device:
-        room = PinnedBufferPool(device)
+        pool = PinnedBufferPool(device)
         for step in range(1, 20):
-            room.end_fetch([room.take(8 * step)])
-            room.end_fetch([room.take(8 * step + 4)])
-            room.end()
-            assert len(room._ends) == 2
+            pool.end_fetch([pool.take(8 * step)])
+            pool.end_fetch([pool.take(8 * step + 4)])
+            pool.end()
+            assert len(pool._ends) == 2
         waited = []
-        room.out.wait_event = waited.append
-        assert room.take(8 * step) is not None and len(waited) == 1
+        pool.out.wait_event = waited.append
+        assert pool.take(8 * step) is not None and len(waited) == 1
 
 
-def test_a_tensor_of_the_host_stays_there():
-    """It came back as one of the device."""
+def test_host_tensor_stays_on_host_after_fetch():
+    """Regression: it was fetched as a device tensor."""
     with single_device() as device:
         copy = HostCopy([], device, PinnedBufferPool(device))
         weight = device.to_device(torch.ones(4)).requires_grad_()

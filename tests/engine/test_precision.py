@@ -1,4 +1,4 @@
-"""Reduced precision by autocast: what the plain loop under autocast gives, in any layout."""
+"""Reduced precision by autocast: results equal a plain loop under autocast in any layout."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=
 SEED = 2
 
 
-# What backward starts from: near 1 / micro-batches, times the first loss scale of float16.
+# Gradient of the loss: about 1 / micro-batches, times the initial loss scale of float16.
 SEEDS = {"bfloat16": 1.0, "float16": 2.0**-3 * 2.0**16}
 
 
 def plain(order, precision):
-    """Return loss and gradients of one step, summed in the order of the table."""
+    """Return loss and gradients of one step of a plain loop with micro-batches in this order."""
     dtype, seed = getattr(torch, precision), SEEDS[precision]
     layers = [build_layer(spec, index=i, seed=SEED) for i, spec in enumerate(SPECS)]
     inputs, targets = token_batch()
@@ -61,7 +61,9 @@ def trained(stages, schedule, recompute, precision="bfloat16"):
     ("always", "never"),
     ("bfloat16", "float16"),
 )
-def test_equals_the_plain_loop_under_autocast(stages, schedule, recompute, precision):
+def test_gradients_are_bitwise_equal_to_plain_loop_under_autocast(
+    stages, schedule, recompute, precision
+):
     order = range(3, -1, -1) if schedule == "gpipe" else range(4)
     loss, gradients = plain(order, precision)
     our_loss, ours = trained(stages, schedule, recompute, precision)
@@ -71,7 +73,7 @@ def test_equals_the_plain_loop_under_autocast(stages, schedule, recompute, preci
         assert torch.equal(our, gradient)
 
 
-def test_it_is_not_float32():
+def test_bfloat16_gradients_differ_from_float32():
     in_float32 = trained(2, "gpipe", "never", "float32")
     assert not torch.equal(in_float32[1][0], trained(2, "gpipe", "never")[1][0])
 

@@ -1,4 +1,4 @@
-"""float16's overflows: one gradient of one rank that is not finite skips the step on all."""
+"""Overflow in float16: a non-finite gradient on one rank skips the step on all ranks."""
 
 import math
 
@@ -38,7 +38,7 @@ def weights(pipe):
         ("gpipe", 3, math.nan),
     ],
 )
-def test_one_rank_skips_the_step_on_all(schedule, spiked, bad):
+def test_non_finite_gradient_on_one_rank_skips_step_on_all_ranks(schedule, spiked, bad):
     replicas = 1 if schedule == "chimera" else 2
 
     def body(world):
@@ -68,7 +68,7 @@ def test_one_rank_skips_the_step_on_all(schedule, spiked, bad):
     assert run_on_threads(4, body) == [([good, skipped, good], 1, 3)] * 4
 
 
-def test_a_scale_that_is_too_large_is_found_and_changes_nothing():
+def test_too_large_loss_scale_is_reduced_until_gradients_are_right():
     def body(world):
         pipe = pipeline(world)
         pipe.loss_scale.value = 2.0**24
@@ -81,11 +81,11 @@ def test_a_scale_that_is_too_large_is_found_and_changes_nothing():
         return len(results), largest((p.grad - q.grad).abs().max().item() for p, q in pairs)
 
     for num_steps, distance in run_on_threads(2, body):
-        assert num_steps > 2  # gradients of activations are float16: the first scales overflow
+        assert num_steps > 2  # activation gradients are float16, so the first scales overflow
         assert distance < 2e-3
 
 
-def test_small_gradients_do_not_vanish():
+def test_loss_scale_prevents_underflow_of_small_gradients():
     layers = [nn.Linear(4, 4), nn.Linear(4, 1)]
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -104,7 +104,7 @@ def test_small_gradients_do_not_vanish():
     assert scaled > 1e-11 and unscaled == 0.0
 
 
-def test_a_skipped_step_leaves_running_statistics_alone():
+def test_skipped_step_does_not_update_batch_norm_statistics():
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -121,7 +121,7 @@ def test_a_skipped_step_leaves_running_statistics_alone():
     assert run_on_threads(1, body) == [((True, 0), (False, 1))]
 
 
-def test_no_scale_helps():
+def test_gradients_that_are_never_finite_raise_error():
     def body(world):
         pipe = pipeline(world)
         for parameter in pipe.parameters() if world.rank else []:
@@ -133,7 +133,7 @@ def test_no_scale_helps():
         run_on_threads(2, body)
 
 
-def test_the_scale_is_in_the_checkpoint(tmp_path):
+def test_checkpoint_restores_loss_scale(tmp_path):
     def saved(world):
         pipe = pipeline(world)
         for overflowed in (True, False, True, False, False):

@@ -1,4 +1,4 @@
-"""Results of one rank on all ranks of its pipeline, whatever tensors they are."""
+"""Broadcast of predicted outputs from one rank to all ranks of its pipeline."""
 
 import torch
 
@@ -7,8 +7,8 @@ from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.steps import broadcast_nest
 
 
-def results():
-    """Return a nest of tensors of many kinds."""
+def nest_of_many_dtypes():
+    """Return a nest of tensors with different dtypes, shapes and memory formats."""
     pictures = torch.arange(96.0).view(2, 3, 4, 4)
     return {
         "short": torch.arange(-3, 3, dtype=torch.int16),
@@ -22,15 +22,17 @@ def results():
     }
 
 
-def test_results_of_any_dtype_reach_all_ranks(processes, tmp_path):
-    """Classes of int16 that a model predicts ended it: Gloo and NCCL have no name for them."""
+def test_outputs_of_any_dtype_are_broadcast_to_all_ranks(processes, tmp_path):
+    """Regression: predicting int16 classes raised an error, as Gloo and NCCL lack this dtype."""
 
     def body(rank):
         world = ProcessWorld(HostDevice(), 60.0)
-        own = results() if rank == 1 else None
+        own = nest_of_many_dtypes() if rank == 1 else None
         found = broadcast_nest(own, world.world_group, 1, world)
-        there = torch.utils._pytree.tree_leaves(found)
-        for one, other in zip(there, torch.utils._pytree.tree_leaves(results()), strict=True):
+        received_leaves = torch.utils._pytree.tree_leaves(found)
+        for one, other in zip(
+            received_leaves, torch.utils._pytree.tree_leaves(nest_of_many_dtypes()), strict=True
+        ):
             if isinstance(one, torch.Tensor):
                 assert (one.dtype, one.shape) == (other.dtype, other.shape)
                 one, other = (t.to(torch.complex64).tolist() for t in (one, other))

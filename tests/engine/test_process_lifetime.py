@@ -1,4 +1,4 @@
-"""Pipelines come and go within one process, and one that failed does not spoil the next."""
+"""Several pipelines in one process: release of their resources, and failures of earlier ones."""
 
 import gc
 import os
@@ -28,37 +28,39 @@ def build(loss_fn=F.cross_entropy, shares_memory=True, **settings):
 
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
-def test_a_dropped_pipeline_leaves_nothing_open(processes, tmp_path, until, shares_memory):
-    """Each left 21 descriptors, 13 threads and 4 groups behind: some fifty were the end."""
+def test_dropped_pipeline_closes_groups_threads_and_files(
+    processes, tmp_path, until, shares_memory
+):
+    """Regression: each pipeline leaked 21 file descriptors, 13 threads and 4 process groups."""
 
-    def still_open():
+    def num_open():
         names = [t.name for t in threading.enumerate()]
         groups = len(torch.distributed.distributed_c10d._world.pg_map)
         threads = sum(name in ("failure-watch", "outbox") for name in names)
         return groups, threads + len(children())
 
     def children():
-        """Return the processes that this one has started: the watcher's, if it is there."""
+        """Return the child processes of this process, such as the watchdog."""
         listed = Path("/proc/self/task").glob("*/children")
         return [pid for path in listed for pid in path.read_text().split()]
 
     def body(rank):
         build(shares_memory=shares_memory).step(INPUTS, TARGETS)
         gc.collect()
-        until(lambda: still_open() == (1, 0), 20, "the first one is gone")
+        until(lambda: num_open() == (1, 0), 20, "the first one is gone")
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(2):
             build(shares_memory=shares_memory).step(INPUTS, TARGETS)
         gc.collect()
-        until(lambda: still_open() == (1, 0), 20, "its threads have ended")
+        until(lambda: num_open() == (1, 0), 20, "its threads have ended")
         until(lambda: len(os.listdir("/proc/self/fd")) <= before, 20, "its files are closed")
         return True
 
     assert processes(2, body, tmp_path) == [True, True]
 
 
-def test_a_group_of_one_leaves_no_file_open(processes, tmp_path, until):
-    """Each left the file open in which it showed its actions to nobody."""
+def test_dropped_pipeline_of_one_rank_closes_its_files(processes, tmp_path, until):
+    """Regression: each pipeline left the file open in which a rank publishes its actions."""
 
     def body(rank):
         build().step(INPUTS, TARGETS)
@@ -73,8 +75,8 @@ def test_a_group_of_one_leaves_no_file_open(processes, tmp_path, until):
     assert processes(1, body, tmp_path) == [True]
 
 
-def test_a_training_run_has_the_groups_of_its_pipeline(processes, tmp_path):
-    """The trainer formed two more of all ranks, each three threads that wake up all the time."""
+def test_training_run_forms_only_the_groups_of_its_pipeline(processes, tmp_path):
+    """Regression: the trainer formed two more groups of all ranks with three polling threads each."""
     settings = ("train.steps=1", "train.validate_every=0", "pipeline.partition=parameters")
     data = ("model=mlp", "data=synthetic_vectors", "pipeline.microbatches=2")
     config = compose_config([*data, *settings, f"run.dir={tmp_path}/run"])
@@ -86,28 +88,28 @@ def test_a_training_run_has_the_groups_of_its_pipeline(processes, tmp_path):
         assert run_training(config, world, StopRequest()) == 0
         return before, len(groups)
 
-    # The user's, the world's, then the pipeline's.
+    # The groups of the user and of the world; afterwards also that of the pipeline.
     assert processes(2, body, tmp_path) == [(2, 3), (2, 3)]
 
 
-def test_after_a_refused_pipeline_another_one_runs(processes, tmp_path):
-    """The first one's report stayed in the store, and the second took it for its own."""
+def test_new_pipeline_trains_after_a_refused_one(processes, tmp_path):
+    """Regression: the error report of the first one stayed in the store and stopped the second."""
 
     def body(rank):
-        # Rank 0 lays out, and so it is the one that refuses; the other is told.
+        # Rank 0 builds the layout and raises the error; rank 1 receives its report.
         refusal = PeerError if rank else ScheduleError
         with pytest.raises(refusal, match="unknown name"):
             build(schedule="unknown")
         pipe = build()
         losses = [pipe.step(INPUTS, TARGETS).loss]
-        threading.Event().wait(2.0)  # longer than the watch takes to act on a report
+        threading.Event().wait(2.0)  # longer than the watchdog needs to act on a report
         return [*losses, pipe.step(INPUTS, TARGETS).loss]
 
     for first, second in processes(2, body, tmp_path):
         assert first == second
 
 
-def test_after_a_failed_step_a_new_pipeline_runs(processes, tmp_path):
+def test_new_pipeline_trains_after_a_failed_step(processes, tmp_path):
     def refuse(output, target):
         raise ValueError("refused")
 
@@ -120,8 +122,8 @@ def test_after_a_failed_step_a_new_pipeline_runs(processes, tmp_path):
     assert first == second
 
 
-def test_a_rank_that_fails_ahead_of_its_pipeline_stops_the_others(processes, tmp_path):
-    """They waited in the store for its part in their groups, until all of the timeout was over."""
+def test_rank_that_fails_before_building_its_pipeline_stops_others(processes, tmp_path):
+    """Regression: the others waited for it to join their groups until the timeout ended."""
 
     def body(rank):
         if rank == 0:

@@ -1,4 +1,4 @@
-"""Ranks as processes know each other by the job's secret, and take nothing else from sockets."""
+"""Processes of a job authenticate each other by its secret and refuse unexpected data."""
 
 import os
 import pickle
@@ -20,8 +20,8 @@ from gpipe_hpc.errors import DataError, GpipeError, LaunchError
 
 
 @pytest.mark.parametrize("lacks", [False, True], ids=["another", "none"])
-def test_ranks_of_a_group_with_unequal_secrets_all_refuse(processes, tmp_path, monkeypatch, lacks):
-    """A group that the user started: one rank's environment has another secret, or none."""
+def test_ranks_with_different_secrets_all_refuse_to_start(processes, tmp_path, monkeypatch, lacks):
+    """In a process group that the user created, one rank has another secret or none."""
 
     def body(rank):
         monkeypatch.setenv("GPIPE_HPC_SECRET", f"the secret of rank {rank != 1:d} and more")
@@ -37,7 +37,7 @@ def test_ranks_of_a_group_with_unequal_secrets_all_refuse(processes, tmp_path, m
     assert ", ranks 0, 2 another or none;" in one
 
 
-def test_ranks_with_one_secret_have_one_key_for_each_world(processes, tmp_path, monkeypatch):
+def test_ranks_with_same_secret_derive_same_key_for_each_world(processes, tmp_path, monkeypatch):
     def body(rank):
         unguarded = start_world().secret
         monkeypatch.setenv("GPIPE_HPC_SECRET", "one secret for all")
@@ -49,8 +49,8 @@ def test_ranks_with_one_secret_have_one_key_for_each_world(processes, tmp_path, 
     assert [secret.guards for secret in zero] == [False, True, True]
 
 
-class Command:
-    """What a hostile sender would have the others do."""
+class UnpickledCommand:
+    """Object whose unpickling creates a directory, in place of a malicious command."""
 
     def __init__(self, path):
         self.path = path
@@ -59,35 +59,33 @@ class Command:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_hostile_rank_makes_no_other_run_its_code_in_a_collective(
-    processes, tmp_path, monkeypatch
-):
-    """torch's all_gather_object calls whatever the message names."""
+def test_malicious_pickle_in_a_collective_is_refused(processes, tmp_path, monkeypatch):
+    """torch's all_gather_object would call any function that the pickle names."""
 
     def body(rank):
-        everybody = start_world().world_group
+        world_group = start_world().world_group
         value = "harmless"
         if rank == 1:
             monkeypatch.setattr(
                 torch_group_module, "dumps", lambda value, what: pickle.dumps(value)
             )
-            value = Command(tmp_path / "made")
+            value = UnpickledCommand(tmp_path / "made")
         with pytest.raises(DataError) as caught:
-            everybody.all_gather_object(value)
+            world_group.all_gather_object(value)
         return str(caught.value)
 
-    told = processes(2, body, tmp_path)[0]
-    assert "a collective of ranks 0, 1, from rank 1: expected" in told
-    assert "got posix.mkdir" in told
+    message = processes(2, body, tmp_path)[0]
+    assert "a collective of ranks 0, 1, from rank 1: expected" in message
+    assert "got posix.mkdir" in message
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
-def test_a_hostile_rank_makes_no_other_run_its_code_at_a_boundary(
+def test_malicious_pickle_between_stages_is_refused(
     processes, tmp_path, monkeypatch, shares_memory
 ):
-    """The header of a message was unpickled as it came."""
-    forged = pickle.dumps(Command(tmp_path / "made"))
+    """Regression: the header of a message was unpickled without checks."""
+    forged = pickle.dumps(UnpickledCommand(tmp_path / "made"))
 
     def body(rank):
         world = start_world(shares_memory=shares_memory)
@@ -99,14 +97,14 @@ def test_a_hostile_rank_makes_no_other_run_its_code_at_a_boundary(
             pipe.step(torch.ones(4, 4), torch.tensor([0, 1, 2, 0]))
         return str(caught.value)
 
-    for told in processes(2, body, tmp_path):
-        assert "rank 1" in told
-        assert "got posix.mkdir" in told
+    for message in processes(2, body, tmp_path):
+        assert "rank 1" in message
+        assert "got posix.mkdir" in message
     assert not (tmp_path / "made").exists()
 
 
-def test_other_source_lines_on_some_ranks_stop_all(processes, tmp_path, monkeypatch):
-    """The same version with one edited file on another node started and trained."""
+def test_different_source_code_on_one_rank_stops_all_ranks(processes, tmp_path, monkeypatch):
+    """Regression: ranks with the same version but one edited file trained together."""
 
     def body(rank):
         if rank == 1:
@@ -116,13 +114,13 @@ def test_other_source_lines_on_some_ranks_stop_all(processes, tmp_path, monkeypa
             start_world()
         return str(caught.value)
 
-    for told in processes(3, body, tmp_path):
-        assert "different source code of gpipe_hpc: rank 0 " in told
-        assert "rank 1 /other/gpipe_hpc (000000000000);" in told
+    for message in processes(3, body, tmp_path):
+        assert "different source code of gpipe_hpc: rank 0 " in message
+        assert "rank 1 /other/gpipe_hpc (000000000000);" in message
 
 
 def losses(monkeypatch):
-    """Train two steps; return what carried the boundaries, and the losses."""
+    """Train two steps; return the types of transports of the channels, and the losses."""
     kinds = []
 
     def routed(routes, *others):
@@ -136,10 +134,13 @@ def losses(monkeypatch):
     return set(kinds), [pipe.step(*batch).loss for _ in range(2)]
 
 
-def test_where_memory_is_refused_both_ends_of_a_channel_turn_to_gloo(
+def test_channels_fall_back_to_gloo_if_one_rank_cannot_share_memory(
     processes, tmp_path, monkeypatch, caplog
 ):
-    """A container's seccomp that refuses memfd_create ended the run; here on rank 1 of three."""
+    """Regression: a container whose seccomp profile refuses memfd_create ended the run.
+
+    Here rank 1 of three refuses; all channels have an end on it.
+    """
 
     def body(rank):
         plain = losses(monkeypatch)
@@ -160,24 +161,24 @@ def refuse(*args):
     raise PermissionError(1, "Operation not permitted")
 
 
-def test_in_a_group_of_one_rank_a_users_error_is_raised_as_it_is(processes, tmp_path):
-    """It became "generator raised StopIteration": there is no other rank to wake up."""
+def test_user_error_on_a_single_rank_is_reported(processes, tmp_path):
+    """Regression: it became "generator raised StopIteration", without another rank to notify."""
 
     def body(rank):
         with pytest.raises(Exception, match="the user's own mistake") as caught:
-            Pipeline([LayerSpec(Mistaken)], F.cross_entropy, world=start_world())
+            Pipeline([LayerSpec(FailingLayer)], F.cross_entropy, world=start_world())
         return type(caught.value).__name__
 
     assert processes(1, body, tmp_path) != ["RuntimeError"]
 
 
-class Mistaken(nn.Module):
+class FailingLayer(nn.Module):
     def __init__(self):
         super().__init__()
         raise KeyError("the user's own mistake")
 
 
-def test_an_error_is_raised_as_it_is_where_nobody_can_be_told():
+def test_error_is_raised_unchanged_if_it_cannot_be_reported():
     def body(world):
         def broken(report):
             raise RuntimeError("the store is gone")

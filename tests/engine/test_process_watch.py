@@ -1,4 +1,4 @@
-"""What the others learn when a rank of real processes ends, hangs, or only seems to."""
+"""Detection by other ranks that a process ended, hangs, or is still healthy."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ def build(**settings):
 
 
 def sockets():
-    """Return the sockets of this process that have an address or a path, Gloo's aside."""
+    """Return the Unix sockets of this process, by file descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -42,8 +42,8 @@ def sockets():
     return found
 
 
-def test_a_forked_process_holds_no_connection_of_its_parent(processes, tmp_path):
-    """It kept those of a rank that had died open, and the others went on waiting."""
+def test_forked_process_inherits_no_connection_of_its_parent(processes, tmp_path):
+    """Regression: it kept connections of a dead rank open, so other ranks continued to wait."""
 
     def body(rank):
         before = sockets()
@@ -61,10 +61,8 @@ def test_a_forked_process_holds_no_connection_of_its_parent(processes, tmp_path)
     assert processes(2, body, tmp_path) == [True, True]
 
 
-def test_a_forked_process_that_ends_in_good_order_says_no_farewell_for_its_parent(
-    processes, tmp_path
-):
-    """It ran its parent's clean-up, and the others took the parent for gone."""
+def test_forked_process_that_closes_its_world_does_not_end_its_parent(processes, tmp_path):
+    """Regression: it ran its parent's clean-up, so other ranks assumed that the parent had left."""
 
     def body(rank):
         pipe = build(silence_s=4.0)
@@ -80,8 +78,8 @@ def test_a_forked_process_that_ends_in_good_order_says_no_farewell_for_its_paren
     assert processes(2, body, tmp_path) == [True, True]
 
 
-def test_a_rank_that_has_done_its_part_and_ended_is_not_missed(processes, tmp_path):
-    """Processes that Python's multiprocessing starts end without what runs at exit."""
+def test_rank_that_ends_after_its_work_is_not_reported_as_failed(processes, tmp_path):
+    """Processes started by Python's multiprocessing end without running exit handlers."""
 
     def body(rank):
         pipe = build(silence_s=3.0)
@@ -95,8 +93,8 @@ def test_a_rank_that_has_done_its_part_and_ended_is_not_missed(processes, tmp_pa
     assert processes(2, body, tmp_path) == [True, True]
 
 
-def test_a_rank_that_hangs_before_its_pipeline_is_named_by_who_waits(processes, tmp_path, until):
-    """All were said to be alive, the one that held them up like those that waited for it."""
+def test_waiting_rank_names_rank_that_hangs_before_its_pipeline(processes, tmp_path, until):
+    """Regression: all ranks were reported as alive, including the one that blocked the others."""
 
     def body(rank):
         world = start_world(timeout_s=4.0)
@@ -108,22 +106,22 @@ def test_a_rank_that_hangs_before_its_pipeline_is_named_by_who_waits(processes, 
         (tmp_path / "done").touch()
         return str(caught.value)
 
-    late, told = processes(2, body, tmp_path)
+    late, message = processes(2, body, tmp_path)
     assert late == "late"
-    assert "rank 0" in told and "no progress" in told and "joining the other ranks" in told
+    assert "rank 0" in message and "no progress" in message and "joining the other ranks" in message
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_wait_within_torch_is_a_wait_for_others(processes, tmp_path, until, rank):
-    """As in checkpoints, whose collectives are torch's own."""
+def test_wait_in_torch_collective_counts_as_waiting_for_others(processes, tmp_path, until, rank):
+    """For example in checkpoints, which use torch's own collectives."""
 
     def body(own):
         seen = []
         if own == rank:
-            pulse = ActivityTracker(600.0, None)
-            pulse.note(Phase("saving"))
-            thread = threading.Thread(target=lambda: seen.append(watch(pulse)))
-            assert not pulse.waits
+            tracker = ActivityTracker(600.0, None)
+            tracker.note(Phase("saving"))
+            thread = threading.Thread(target=lambda: seen.append(watch(tracker)))
+            assert not tracker.waits
             thread.start()
             dist.all_gather_object([None, None], own)
             thread.join()
@@ -132,25 +130,25 @@ def test_a_wait_within_torch_is_a_wait_for_others(processes, tmp_path, until, ra
             dist.all_gather_object([None, None], own)
         return seen
 
-    def watch(pulse):
-        until(lambda: pulse.waits, 20, "the other thread waits")
+    def watch(tracker):
+        until(lambda: tracker.waits, 20, "the other thread waits")
         return True
 
     assert processes(2, body, tmp_path)[rank] == [True]
 
 
-class Elsewhere(HostDevice):
-    """Stands for an accelerator."""
+class FakeAccelerator(HostDevice):
+    """Host device that presents itself as an accelerator."""
 
     is_accelerator = True
 
 
-def test_a_rank_that_waits_for_nobody_learns_of_a_failure_as_its_step_ends(processes, tmp_path):
-    """It went on to its optimizer with what an abort may have left in its gradients."""
+def test_computing_rank_raises_error_of_failed_rank_when_its_step_ends(processes, tmp_path):
+    """Regression: it ran its optimizer with gradients that an abort may have left incomplete."""
 
     def body(rank):
         world = start_world(timeout_s=30.0)
-        world.device = Elsewhere()
+        world.device = FakeAccelerator()
         if rank == 1:
             with pytest.raises(ValueError, match="broken"), collective_errors(world, "step 7"):
                 raise ValueError("broken on purpose")
@@ -160,6 +158,6 @@ def test_a_rank_that_waits_for_nobody_learns_of_a_failure_as_its_step_ends(proce
                 time.sleep(0.02)
         return str(caught.value)
 
-    heard, told = processes(2, body, tmp_path)
+    received, message = processes(2, body, tmp_path)
     named = f"rank 1 on {socket.gethostname()}: step 7: ValueError: broken on purpose"
-    assert (heard, told) == (named, "told"), "the host is where to look"
+    assert (received, message) == (named, "told"), "the host is where to look"
