@@ -85,7 +85,7 @@ def label(value):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("stages", "settings", "num_copies"), MIRRORED, ids=label)
 def test_copies_are_bitwise_equal_after_eight_steps(stages, settings, num_copies, replicas):
-    """Weights, gradients and AdamW moments, with unequal numbers of micro-batches per copy."""
+    """Compares weights, gradients and AdamW moments; copies get unequal numbers of micro-batches."""
 
     def body(world):
         pipe, optimizer = make(
@@ -117,7 +117,7 @@ def test_copies_in_processes_are_bitwise_equal(processes, tmp_path):
 
 
 def test_microbatch_of_one_copy_updates_both_copies():
-    """With one micro-batch, Chimera's second pipeline runs nothing, but its copy must also change."""
+    """With one micro-batch, Chimera's second pipeline is idle, but its copy must change too."""
 
     def body(world):
         pipe, optimizer = make(world, stages=2, microbatches=1, schedule="chimera")

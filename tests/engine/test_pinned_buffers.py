@@ -1,4 +1,4 @@
-"""Pinned host buffers of offloaded tensors: allocated once, reused after the copies from them."""
+"""Pinned host buffers of offloaded tensors: allocated once and reused in the order of copies."""
 
 import gc
 

@@ -76,7 +76,7 @@ def test_dropped_pipeline_of_one_rank_closes_its_files(processes, tmp_path, unti
 
 
 def test_training_run_forms_only_the_groups_of_its_pipeline(processes, tmp_path):
-    """Regression: the trainer formed two more groups of all ranks with three polling threads each."""
+    """Regression: the trainer formed two more groups of all ranks, with six polling threads."""
     settings = ("train.steps=1", "train.validate_every=0", "pipeline.partition=parameters")
     data = ("model=mlp", "data=synthetic_vectors", "pipeline.microbatches=2")
     config = compose_config([*data, *settings, f"run.dir={tmp_path}/run"])

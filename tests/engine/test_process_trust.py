@@ -50,7 +50,7 @@ def test_ranks_with_same_secret_derive_same_key_for_each_world(processes, tmp_pa
 
 
 class UnpickledCommand:
-    """Object whose unpickling creates a directory, in place of a malicious command."""
+    """Object that creates a directory when it is unpickled, in place of a malicious command."""
 
     def __init__(self, path):
         self.path = path
