@@ -1,4 +1,4 @@
-"""Ranks as real processes, over shared memory and over Gloo: what threads cannot show."""
+"""Training with one process per rank, over shared memory and over Gloo."""
 
 import gc
 import re
@@ -20,11 +20,11 @@ from tests.support import class_sum, mean_square, resident_bytes
 SEED, WIDTH, LENGTH, VOCAB = 5, 8, 6, 11
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 MAX_NORM = 0.05
-both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+both_transports = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
 
 
-class Trim(nn.Module):
-    """Put a tensor of a length that changes with the data into a dict, with values beside it."""
+class DataDependentLength(nn.Module):
+    """Return a dict with a tensor whose length depends on the data, a mask, an integer and None."""
 
     def forward(self, x):
         length = 1 + int(x.detach().abs().sum() * 1000) % LENGTH
@@ -52,7 +52,7 @@ class Head(nn.Linear):
 def recipes(plain):
     embedding = plain.Recipe(partial(nn.Embedding, dtype=torch.float64), (VOCAB, WIDTH))
     block = plain.Recipe(Block, ())
-    return [embedding, plain.Recipe(Trim, ()), block, block, plain.Recipe(Head, ())]
+    return [embedding, plain.Recipe(DataDependentLength, ()), block, block, plain.Recipe(Head, ())]
 
 
 def specs(plain):
@@ -71,7 +71,7 @@ def make_batches(*sizes):
 
 
 def reference_outputs(plain, weights, pieces):
-    """Return what the model in one piece gives for each micro-batch, in evaluation mode."""
+    """Return the plain model's output for each micro-batch, in evaluation mode."""
     layers = plain.build(recipes(plain), SEED)
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
@@ -81,8 +81,8 @@ def reference_outputs(plain, weights, pieces):
         return [model(piece) for piece in pieces]
 
 
-@both_ways
-def test_two_by_two_equals_the_plain_loop(plain, processes, tmp_path, shares_memory):
+@both_transports
+def test_two_stages_and_two_replicas_train_as_plain_loop(plain, processes, tmp_path, shares_memory):
     """Five steps of changing shapes, the fourth with empty micro-batches; then evaluation."""
     batches = make_batches(12, 12, 11, 4, 12)
     inputs, targets = make_batches(17)[0]
@@ -124,8 +124,8 @@ def test_two_by_two_equals_the_plain_loop(plain, processes, tmp_path, shares_mem
         assert loss == pytest.approx(F.cross_entropy(torch.cat(outputs), targets).item(), abs=1e-12)
 
 
-def test_checkpoint_moves_to_other_layouts(plain, processes, tmp_path):
-    """4 stages -> the same again (to the bit) -> 2 stages x 2 replicas -> one process."""
+def test_checkpoint_resumes_in_other_layouts(plain, processes, tmp_path):
+    """From 4 stages to 4 stages and one process (bitwise equal) and to 2 stages x 2 replicas."""
     batches = make_batches(8, 8, 9, 7)
     path = tmp_path / "checkpoint"
 
@@ -157,8 +157,8 @@ def test_checkpoint_moves_to_other_layouts(plain, processes, tmp_path):
     assert never_stopped.distance(two_by_two) < 1e-10
 
 
-class Marked(nn.Module):
-    """Give outputs of which autograd keeps nothing, and remember them weakly."""
+class OutputTracker(nn.Module):
+    """Linear layer that keeps weak references to its outputs, none of which autograd saves."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ class _Probe(torch.autograd.Function):
 
 
 class Probe(nn.Linear):
-    """Call something in every backward."""
+    """Linear layer that calls a function in every backward."""
 
     def __init__(self, call=bool):
         super().__init__(WIDTH, WIDTH)
@@ -197,17 +197,17 @@ class Probe(nn.Linear):
         return _Probe.apply(super().forward(x), self.call)
 
 
-@both_ways
-def test_outputs_that_have_left_are_released(processes, tmp_path, shares_memory):
-    """GPipe without recomputation: rank 0 once more than M outputs would hold them all."""
+@both_transports
+def test_sent_outputs_are_released(processes, tmp_path, shares_memory):
+    """Otherwise, with GPipe and no recomputation, rank 0 would keep the outputs of all micro-batches."""
 
     def body(rank):
-        layer, most = Marked(), []
+        layer, most = OutputTracker(), []
 
         def wait_and_count():
             deadline = time.monotonic() + 10
             while layer.num_alive() and time.monotonic() < deadline:
-                time.sleep(0.001)  # the sending thread drops the last one in its own time
+                time.sleep(0.001)  # the sending thread releases the last one asynchronously
             most.append(layer.num_alive())
 
         first = nn.Sequential(Probe(wait_and_count), layer)
@@ -228,8 +228,8 @@ def test_outputs_that_have_left_are_released(processes, tmp_path, shares_memory)
 
 
 @pytest.mark.parametrize("shares_memory", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_hundreds_of_steps_do_not_grow(processes, tmp_path, shares_memory):
-    """Shapes change all the time; a boundary that leaked once a step would make 24 MB."""
+def test_memory_does_not_grow_over_steps(processes, tmp_path, shares_memory):
+    """Shapes change between steps. A leak of one boundary tensor per step would add 24 MB."""
 
     def body(rank):
         layers = [nn.Linear(64, 256), nn.Linear(256, 1)]
@@ -250,14 +250,14 @@ def test_hundreds_of_steps_do_not_grow(processes, tmp_path, shares_memory):
         assert after[1] - before[1] < 12e6
 
 
-def test_one_rank_gathers_or_tells_values_of_any_size(processes, tmp_path):
+def test_object_collectives_transfer_values_of_different_sizes(processes, tmp_path):
     def body(rank):
         world = start_world()
         most = torch.tensor([rank, -rank], dtype=torch.float64)
         world.world_group.all_reduce_max(most)
         own, group = [rank] * rank * 1000, world.world_group
-        told = group.gather_object(own, 0), group.broadcast_object(own, 1)
-        return most.tolist(), *told, group.scatter_object(values if rank == 0 else None, 0)
+        gathered = group.gather_object(own, 0), group.broadcast_object(own, 1)
+        return most.tolist(), *gathered, group.scatter_object(values if rank == 0 else None, 0)
 
     values = [[rank] * rank * 1000 for rank in range(3)]
     expected = [
@@ -266,8 +266,8 @@ def test_one_rank_gathers_or_tells_values_of_any_size(processes, tmp_path):
     assert processes(3, body, tmp_path) == expected
 
 
-def test_recomputation_does_not_wait_for_the_gradient(processes, tmp_path):
-    """Rank 1 takes 0.3 s for its first backward; rank 0 recomputes meanwhile."""
+def test_recomputation_does_not_wait_for_gradient(processes, tmp_path):
+    """Rank 1's first backward takes 0.3 s, in which rank 0 recomputes."""
 
     def body(rank):
         delays = [0.3]
@@ -302,8 +302,8 @@ class FailingBackward(nn.Linear):
         return _FailingBackward.apply(super().forward(x))
 
 
-@both_ways
-def test_failing_backward_is_named_on_every_rank(processes, tmp_path, shares_memory):
+@both_transports
+def test_failing_backward_is_reported_on_all_ranks(processes, tmp_path, shares_memory):
     def body(rank):
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
         layers[2] = FailingBackward()

@@ -1,6 +1,6 @@
-"""What layers draw from Python's, NumPy's and their own generators is keyed as torch's numbers are.
+"""Random numbers of layers from Python, NumPy and own generators are seeded like torch's.
 
-The plain loop derives the keys itself, from the formula in the docstring of models/randomness.py.
+The plain loop derives the seeds itself, from the formula in the docstring of models/randomness.py.
 """
 
 import copy
@@ -30,7 +30,7 @@ from tests.support import (
 )
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 4, 8, 4, 3, 5
-OTHER = ThreadPoolExecutor(1)
+OTHER_THREAD = ThreadPoolExecutor(1)
 
 
 BATCHES = batches(STEPS, SAMPLES, WIDTH)
@@ -60,7 +60,7 @@ def train_plain(plain, layers):
 def train(layers, ranks=2, **options):
     settings = {"microbatches": MICROBATCHES, "seed": SEED, **options}
     whole = together(train_ranks(layers, square_sum, BATCHES, ranks=ranks, **settings))
-    return replace(whole, buffers={})  # what is drawn here is no state
+    return replace(whole, buffers={})  # buffers are not compared
 
 
 def model(kind):
@@ -68,14 +68,19 @@ def model(kind):
     return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), kind(), nn.Tanh(), kind(), kind()]
 
 
-def test_the_users_own_numbers_go_on_as_without_a_step():
+def test_step_does_not_change_users_random_state():
     layers = model(FromAll)
-    held = layers[1].first
+    own_generator = layers[1].first
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    np.random.randn()  # leaves a second normal number in store
-    states = [random.getstate(), np.random.get_state(), torch.get_rng_state(), held.getstate()]
+    np.random.randn()  # NumPy also stores a second normal number
+    states = [
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        own_generator.getstate(),
+    ]
 
     def body(world):
         pipe = Pipeline(
@@ -85,13 +90,18 @@ def test_the_users_own_numbers_go_on_as_without_a_step():
         pipe.evaluate(*BATCHES[0])
 
     run_on_threads(1, body)
-    after = [random.getstate(), np.random.get_state(), torch.get_rng_state(), held.getstate()]
+    after = [
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        own_generator.getstate(),
+    ]
     for mine, theirs in zip(after, states, strict=True):
         assert all(map(np.array_equal, mine, theirs))
 
 
-def test_normal_numbers_that_the_user_draws_between_steps_go_on_as_without_steps():
-    """NumPy keeps every second one outside the words of its generator."""
+def test_steps_do_not_change_users_normal_numbers():
+    """NumPy stores every second normal number outside the words of its generator."""
     np.random.seed(3)
     expected = np.random.randn(8).tolist()
     np.random.seed(3)
@@ -112,8 +122,8 @@ def test_normal_numbers_that_the_user_draws_between_steps_go_on_as_without_steps
     assert drawn == expected
 
 
-class Late(Draw):
-    """Begin to draw in the third step, from one source."""
+class DrawsLate(Draw):
+    """Draw from one or all sources, beginning in the third step."""
 
     def __init__(self, source):
         super().__init__()
@@ -136,18 +146,18 @@ class Late(Draw):
 
 
 def late_model(source):
-    """Layers of which the second and the fourth begin to draw; others draw all the time."""
+    """Return layers of which the second and fourth begin to draw late; others always draw."""
     torch.manual_seed(0)
-    kinds = (lambda: Late(source), FromPython, lambda: Late(source), FromAll)
+    kinds = (lambda: DrawsLate(source), FromPython, lambda: DrawsLate(source), FromAll)
     return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), *[kind() for kind in kinds]]
 
 
 @pytest.mark.parametrize("source", ["python", "numpy", "torch", "own", "all"])
-def test_a_layer_that_begins_to_draw_in_the_third_step_is_keyed_at_once(plain, source):
-    """Its first numbers depended on what had been drawn before: on the layout."""
+def test_layer_that_begins_to_draw_late_is_seeded_immediately(plain, source):
+    """Regression: its first numbers depended on earlier draws, and so on the layout."""
     expected = train_plain(plain, late_model(source))
     layouts = [(1, "gpipe"), (2, "gpipe"), (5, "gpipe"), (1, "one_f_one_b"), (3, "one_f_one_b")]
-    by_order = {}  # GPipe adds the micro-batches' gradients in reverse
+    by_order = {}  # GPipe adds the gradients of micro-batches in reverse order
     for (ranks, schedule), recompute in itertools.product(layouts, ["never", "always"]):
         ours = train(late_model(source), ranks, schedule=schedule, recompute=recompute)
         first = by_order.setdefault(schedule, ours)
@@ -161,9 +171,9 @@ def test_a_layer_that_begins_to_draw_in_the_third_step_is_keyed_at_once(plain, s
                 torch.testing.assert_close(gradient, reference[name], rtol=1e-10, atol=1e-12)
 
 
-def test_a_layer_whose_draws_begin_runs_once_more_and_changes_its_buffers_once():
-    """A stage is run again to find who draws: its buffers count each micro-batch once."""
-    layer = Late("numpy")
+def test_layer_that_begins_to_draw_reruns_but_updates_buffers_once():
+    """The stage runs again to find the layer that draws, but buffers must count micro-batches once."""
+    layer = DrawsLate("numpy")
     runs = []
     layer.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
     whole = together(
@@ -181,8 +191,8 @@ def test_a_layer_whose_draws_begin_runs_once_more_and_changes_its_buffers_once()
     assert len(runs) == STEPS * MICROBATCHES + 1
 
 
-def test_draws_that_begin_later_are_keyed_if_batchnorm_spans_replicas():
-    """Such a stage cannot run once more on one replica: the others would wait for its sums."""
+def test_late_draws_are_seeded_if_batch_norm_spans_replicas():
+    """Such a stage cannot run again on one replica, as the others would wait for its all-reduce."""
 
     def losses(stages, recompute):
         linear, late = late_model("all")[:2]
@@ -208,12 +218,12 @@ def test_draws_that_begin_later_are_keyed_if_batchnorm_spans_replicas():
     expected = losses(1, "never")
     assert abs(expected[0] - expected[1]) < 1e-9 < abs(expected[1] - expected[2])
     for stages, recompute in ((1, "always"), (3, "never"), (3, "always")):
-        # Sums over replicas come in any order.
+        # Replicas are summed in any order.
         assert losses(stages, recompute) == pytest.approx(expected, rel=1e-10)
 
 
 class Disturbed(nn.Dropout):
-    """Let another thread draw while this one runs, in the runs that `when` names."""
+    """Dropout during which another thread draws, in the runs listed in `when`."""
 
     def __init__(self, when):
         super().__init__(0.5)
@@ -228,7 +238,7 @@ class Disturbed(nn.Dropout):
         return super().forward(x)
 
 
-def disturbed(layer, recompute="always", steps=2):
+def train_disturbed(layer, recompute="always", steps=2):
     layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), layer]
 
     def body(world):
@@ -242,34 +252,34 @@ def disturbed(layer, recompute="always", steps=2):
 
 
 @pytest.mark.parametrize("run", [3, 2 * MICROBATCHES, 3 * MICROBATCHES, 4 * MICROBATCHES - 1])
-def test_another_threads_draws_stop_the_run_by_the_layers_name(run):
-    """A reader with torch.randperm gave gradients of other masks than the outputs had, unseen."""
+def test_draws_of_another_thread_raise_error_with_layer_name(run):
+    """Regression: a data reader's torch.randperm changed dropout masks in recomputations, unnoticed."""
     expected = r"layers\.1 \(Disturbed\): drew other random numbers .* torch\.Generator\(\)"
     with pytest.raises(ActionError, match=expected):
-        disturbed(Disturbed({run}))
+        train_disturbed(Disturbed({run}))
 
 
-def test_another_threads_draws_harm_no_layer_that_draws_nothing(caplog):
-    class Still(Disturbed):
+def test_draws_of_another_thread_do_not_affect_layers_without_draws(caplog):
+    class DrawsNothing(Disturbed):
         def forward(self, x):
             heads = super().forward(x).view(1, 1, -1, WIDTH)
-            # Its kernels say that they may draw; without dropout they do not.
+            # Its operator is declared as random, but draws nothing without dropout.
             return nn.functional.scaled_dot_product_attention(heads, heads, heads)[0, 0]
 
-    layer = Still(set(range(1, 100)) - {2 * MICROBATCHES, 2 * MICROBATCHES + 2})
+    layer = DrawsNothing(set(range(1, 100)) - {2 * MICROBATCHES, 2 * MICROBATCHES + 2})
     layer.p = 0.0
-    disturbed(layer)
-    disturbed(nn.Sequential(layer), recompute="never")
+    train_disturbed(layer)
+    train_disturbed(nn.Sequential(layer), recompute="never")
     assert not caplog.records
 
 
-def by_another_thread(function, *args):
-    """Call a function on a thread that was there before, as readers of data are."""
-    return OTHER.submit(function, *args).result()
+def on_another_thread(function, *args):
+    """Call a function on a thread that already exists, as data readers do; return the result."""
+    return OTHER_THREAD.submit(function, *args).result()
 
 
-def told_of_others(caplog):
-    """Return what is logged of others that draw, besides that backwards saw them draw."""
+def other_warnings(caplog):
+    """Return all logged messages but the one that another thread drew during a backward."""
     messages = [record.getMessage() for record in caplog.records]
     (seen,) = [each for each in messages if "was drawn from while a backward ran" in each]
     assert "another thread" in seen
@@ -277,7 +287,7 @@ def told_of_others(caplog):
 
 
 class DisturbedBetween(nn.Identity):
-    """Let another thread draw in a backward, where no layer of ours draws."""
+    """Identity in whose backward another thread draws; no layer draws there."""
 
     def forward(self, x):
         out = x * 1.0
@@ -286,12 +296,12 @@ class DisturbedBetween(nn.Identity):
         return out
 
     def disturb(self, gradient):
-        by_another_thread(torch.randperm, 10)
+        on_another_thread(torch.randperm, 10)
         return gradient
 
 
-def test_without_recomputation_another_threads_draws_are_warned_of(caplog):
-    """Nothing runs twice there that could be compared; gradients are those of what was drawn."""
+def test_draws_of_another_thread_without_recomputation_log_warning(caplog):
+    """Without recomputation nothing runs twice, so the draws cannot be compared."""
 
     def body(world):
         layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Dropout(), DisturbedBetween()]
@@ -307,18 +317,20 @@ def test_without_recomputation_another_threads_draws_are_warned_of(caplog):
             pipe.step(inputs, targets)
 
     run_on_threads(1, body)
-    (told,) = told_of_others(caplog)
-    assert told.startswith("layers.1 (Dropout): draws from torch's default generator, from which")
+    (warning,) = other_warnings(caplog)
+    assert warning.startswith(
+        "layers.1 (Dropout): draws from torch's default generator, from which"
+    )
 
 
-def test_layers_are_not_looked_for_without_end_where_others_draw(caplog):
-    """Each search puts back what others have drawn, so that their numbers come again."""
+def test_search_for_drawing_layers_ends_if_other_code_draws(caplog):
+    """Each search restores the random state, so other code would draw the same numbers again."""
 
     class Hooked(nn.Linear):
         def forward(self, x):
             out = super().forward(x)
             if out.requires_grad:
-                out.register_hook(lambda gradient: gradient + 0 * by_another_thread(random.random))
+                out.register_hook(lambda gradient: gradient + 0 * on_another_thread(random.random))
             return out
 
     layers = [Hooked(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()]
@@ -342,35 +354,35 @@ def test_layers_are_not_looked_for_without_end_where_others_draw(caplog):
     random.seed(1)
     expected = [random.random() for _ in range(MICROBATCHES + 1)][-1]
     assert seen[-1] == expected
-    (told,) = told_of_others(caplog)
-    assert told.startswith("random numbers: something else than a layer draws from Python's")
+    (warning,) = other_warnings(caplog)
+    assert warning.startswith("random numbers: something else than a layer draws from Python's")
 
 
-def test_others_that_draw_while_layers_do_are_warned_of(caplog):
-    """The layer's numbers are put back after its runs, and with them those of the others."""
+def test_draws_of_other_code_while_layers_draw_log_warning(caplog):
+    """Restoring a generator after a layer's run also restores it for other code."""
 
     class Hooked(FromPython):
         def forward(self, x):
             out = super().forward(x)
             if out.requires_grad:
-                out.register_hook(lambda gradient: gradient + 0 * by_another_thread(random.random))
+                out.register_hook(lambda gradient: gradient + 0 * on_another_thread(random.random))
             return out
 
     train(model(Hooked)[:2], 1, recompute="never", schedule="one_f_one_b")
-    (told,) = told_of_others(caplog)
-    assert told.startswith("random numbers: something else than a layer draws from Python's")
+    (warning,) = other_warnings(caplog)
+    assert warning.startswith("random numbers: something else than a layer draws from Python's")
 
 
-def test_measuring_layers_leaves_the_users_numbers_alone():
-    """How many layers a rank measures would decide what its user draws next."""
+def test_measuring_layers_does_not_change_users_random_state():
+    """Otherwise the number of measured layers would change the user's random numbers."""
     states = random.getstate(), np.random.get_state()
     measure_layers([FromPython(), FromNumpy()], BATCHES[0][0])
     assert random.getstate() == states[0]
     assert all(map(np.array_equal, np.random.get_state(), states[1]))
 
 
-# Ranks are threads here. This torch crashes if a second thread of a process compiles, also without
-# a pipeline: FakeTensorMode asks its CUDA for a device guard.
+# torch 2.10 for CUDA crashes if a second thread of a process compiles, even without a pipeline:
+# FakeTensorMode requests a device guard from CUDA. Ranks are threads here.
 COMPILES_ONCE = (
     torch.__version__.startswith("2.10.")
     and torch.version.cuda is not None
@@ -380,8 +392,11 @@ COMPILES_ONCE = (
 
 @pytest.mark.skipif(COMPILES_ONCE, reason="torch 2.10 for CUDA, without a device")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_layers_that_insist_on_being_compiled_are_watched_too(backend):
-    """Under a mode that torch.compile does not know it gave up, and fullgraph refused to run."""
+def test_draws_of_another_thread_are_detected_in_compiled_layers(backend):
+    """Regression: torch.compile does not support the dispatch mode that detects draws.
+
+    It did not compile the layer, and with fullgraph=True it raised an error.
+    """
 
     class Compiled(Disturbed):
         def __init__(self, when):
@@ -392,13 +407,13 @@ def test_layers_that_insist_on_being_compiled_are_watched_too(backend):
         def forward(self, x):
             return super().forward(self.inner(x))
 
-    disturbed(Compiled(()))
+    train_disturbed(Compiled(()))
     with pytest.raises(ActionError, match=r"layers\.1 \(Compiled\): drew other random numbers"):
-        disturbed(Compiled({3 * MICROBATCHES}))
+        train_disturbed(Compiled({3 * MICROBATCHES}))
 
 
 class Checkpointed(nn.Module):
-    """Dropout within the layer's own checkpoint, whose backward seeds the process's generators."""
+    """Dropout in the layer's own checkpoint, whose backward seeds the global generators."""
 
     def __init__(self):
         super().__init__()
@@ -409,13 +424,13 @@ class Checkpointed(nn.Module):
 
     def dropped(self, x):
         kept = nn.functional.dropout(self.linear(x), 0.5, training=self.training)
-        time.sleep(0.002)  # amid it other ranks would have time to draw
+        time.sleep(0.002)  # gives other ranks time to draw
         return kept * (1 + torch.rand_like(kept))
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_layers_own_checkpoint_leaves_ranks_on_other_threads_alone(recompute):
-    """A checkpoint in a layer changed masks of ranks that are threads of the same process."""
+def test_checkpoint_in_layer_does_not_affect_ranks_on_other_threads(recompute):
+    """Regression: a checkpoint in a layer changed dropout masks of ranks in the same process."""
 
     def trained(world, replicas):
         pipe = Pipeline(

@@ -1,4 +1,4 @@
-"""Recomputation: how often layers run, and that R does not wait for the gradient."""
+"""Recomputation: number of forwards of each layer, and that R does not wait for the gradient."""
 
 import itertools
 import threading
@@ -14,11 +14,11 @@ from gpipe_hpc.schedule import Action, Op
 from tests.support import mean_square
 
 STAGES = 3
-TIMEOUT_S = 120.0  # of a hang alone
+TIMEOUT_S = 120.0  # reached only if a test hangs
 
 
 class Counting(nn.Linear):
-    """Count its own forwards; call `when[n]` as the n-th begins."""
+    """Linear layer that counts its forwards and calls `when[n]` when the n-th begins."""
 
     def __init__(self):
         super().__init__(2, 2)
@@ -44,7 +44,7 @@ class _SlowBackward(torch.autograd.Function):
 
 
 class SlowBackward(nn.Linear):
-    """Call `wait` as the first backward begins."""
+    """Linear layer that calls `wait` when its first backward begins."""
 
     def __init__(self, wait):
         super().__init__(2, 2)
@@ -59,7 +59,7 @@ class SlowBackward(nn.Linear):
 
 
 def count_calls(schedule, recompute, microbatches):
-    """Return how often each rank's layer runs in a step."""
+    """Return the number of forwards of each rank's layer in one step."""
 
     def body(world):
         layers = [Counting() for _ in range(STAGES)]
@@ -80,16 +80,18 @@ def count_calls(schedule, recompute, microbatches):
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 @pytest.mark.parametrize(("recompute", "times"), [("always", 2), ("never", 1)])
-def test_every_rank_runs_its_layers_twice_or_once(schedule, recompute, times, microbatches):
+def test_layers_run_twice_with_recomputation_and_once_without(
+    schedule, recompute, times, microbatches
+):
     assert count_calls(schedule, recompute, microbatches) == [times * microbatches] * STAGES
 
 
 @pytest.mark.parametrize(("schedule", "num_spared"), [("gpipe", 1), ("one_f_one_b", 4)])
-def test_except_last_spares_what_the_last_rank_needs_at_once(schedule, num_spared):
+def test_except_last_skips_recomputation_directly_before_the_backward(schedule, num_spared):
     assert count_calls(schedule, "except_last", 4)[-1] == 2 * 4 - num_spared
 
 
-def test_except_last_spares_no_other_rank_of_1f1b():
+def test_except_last_recomputes_on_all_other_ranks_of_1f1b():
     assert count_calls("one_f_one_b", "except_last", 4)[:-1] == [2 * 4] * (STAGES - 1)
 
 
@@ -105,7 +107,7 @@ def test_evaluation_and_prediction_run_layers_once():
 
 
 class NoLock(nullcontext):
-    """What processes have: each its own generators, and no other rank in its way."""
+    """Lock without effect, as if each rank were a process with its own generators."""
 
     def acquire(self):
         pass
@@ -115,13 +117,14 @@ class NoLock(nullcontext):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-def test_recomputation_starts_before_the_gradient_arrives(schedule, monkeypatch):
-    """Rank 1 keeps its first gradient back until rank 0 recomputes: no R, no end of the step.
+def test_recomputation_starts_before_gradient_arrives(schedule, monkeypatch):
+    """Rank 1 delays its first gradient until rank 0 recomputes; otherwise the step would not end.
 
-    Threads take turns, and a backward that waits for another rank's R would keep it from coming.
+    The generator lock is replaced, because ranks are threads: a backward that waits for another
+    rank's R would block it.
     """
     monkeypatch.setattr(random_state, "GENERATOR_LOCK", NoLock())
-    # Without the lock a backward sees the other rank's seeds, and would be refused for them.
+    # Without the lock, a backward sees the other rank's seeds and would raise an error.
     monkeypatch.setattr(backward_draws, "_FIRST", 0)
     microbatches = 3
     num_warmup = {"gpipe": microbatches, "one_f_one_b": 2}[schedule]
@@ -148,13 +151,13 @@ def test_recomputation_starts_before_the_gradient_arrives(schedule, monkeypatch)
     first, second = run_on_threads(2, body)
     assert first.events == second.events
     times = {event.action: event for row in first.events for event in row}
-    last = 2 if schedule == "gpipe" else 0  # the micro-batch whose backward comes first
+    last = 2 if schedule == "gpipe" else 0  # the micro-batch whose backward runs first
     r, b = times[Action(Op.R, 0, last)], times[Action(Op.B, 1, last)]
     assert r.start_s < b.end_s
     assert r.end_s <= times[Action(Op.B, 0, last)].start_s
 
 
-def test_timeline_has_every_compute_action_in_the_order_of_the_table():
+def test_timeline_lists_all_compute_actions_in_table_order():
     def body(world):
         layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
         pipe = Pipeline(layers, mean_square, microbatches=3, recompute="except_last", world=world)
@@ -170,7 +173,7 @@ def test_timeline_has_every_compute_action_in_the_order_of_the_table():
     assert 0.0 < timeline.bubble < 1.0
 
 
-def test_empty_microbatches_are_in_no_timeline():
+def test_timeline_omits_empty_microbatches():
     def body(world):
         pipe = Pipeline([nn.Linear(2, 2)], mean_square, microbatches=4, world=world)
         pipe.step(torch.randn(2, 2), torch.randn(2, 2))

@@ -1,4 +1,4 @@
-"""Losses of inner layers and metrics: summed exactly, known on every rank."""
+"""Losses and metrics reported by layers: summed exactly and known on all ranks."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ NAMES = [name for name in schedule_names() if name != "file"]
 
 
 class Balanced(nn.Module):
-    """A layer with a loss of its own, as a router of experts has."""
+    """Layer with auxiliary losses, like the router of a mixture of experts."""
 
     def __init__(self, is_router):
         super().__init__()
@@ -78,25 +78,25 @@ def assert_plain_losses(answers):
     loss, losses, metrics, gradients = reference()
     assert {name for _, own in answers for name in own} == gradients.keys()
     for results, own in answers:
-        for result in results:  # without dropout, evaluation is the same
+        for result in results:  # without dropout, evaluation gives the same
             assert result[0] == pytest.approx(loss, abs=1e-12)
             assert result[1] == pytest.approx(losses, abs=1e-12)
             assert result[2] == pytest.approx(metrics, abs=1e-12)
-        assert results == answers[0][0]  # to the bit, on every rank
+        assert results == answers[0][0]  # bitwise equal on all ranks
         for name, gradient in own.items():
             assert (gradient - gradients[name]).abs().max() < 1e-12, name
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_v", "chimera"])
-def test_losses_of_inner_stages_are_part_of_loss_and_gradient(name, recompute):
+def test_losses_of_inner_stages_are_included_in_loss_and_gradients(name, recompute):
     settings = {"schedule": name, "recompute": recompute, "microbatches": 4}
     assert_plain_losses(run_on_threads(4, partial(trained, stages=4, **settings)))
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("name", NAMES)
-def test_with_every_schedule_and_replicas(name):
+def test_losses_of_layers_train_with_every_schedule_and_replicas(name):
     options = {"waves": 1} if name == "hanayo" else {}
     settings = {"schedule": name, "schedule_options": options, "microbatches": 4}
     for recompute in ("always", "except_last", "never"):
@@ -104,7 +104,7 @@ def test_with_every_schedule_and_replicas(name):
         assert_plain_losses(run_on_threads(4, step))
 
 
-def test_the_layout_changes_no_bit():
+def test_losses_and_metrics_are_bitwise_equal_in_all_layouts():
     def results(world, **settings):
         return trained(world, microbatches=12 // settings["replicas"], **settings)[0]
 
@@ -114,7 +114,7 @@ def test_the_layout_changes_no_bit():
         assert got == one * len(got)
 
 
-def test_a_name_that_comes_later_is_known_on_every_rank():
+def test_metric_that_first_appears_later_is_known_on_all_ranks():
     class Sometimes(nn.Linear):
         def forward(self, x):
             if x[0, 0] > 0:
@@ -129,14 +129,14 @@ def test_a_name_that_comes_later_is_known_on_every_rank():
     assert run_on_threads(2, body) == [[{}, {"seen": 2.0}, {}]] * 2
 
 
-def test_weight_zero_gives_parts_of_zero():
+def test_zero_weight_gives_zero_losses_and_gradients():
     pipe = Pipeline([LayerSpec(Balanced, True)], lambda y, t: (y.sum() * 0, 0))
     result = pipe.step(*BATCH)
     assert (result.loss, result.losses) == (0.0, {"main": 0.0, "balance": 0.0, "z": 0.0})
     assert all(not p.grad.any() for p in pipe.parameters())
 
 
-def test_a_metric_given_as_a_mean_counts_samples():
+def test_metric_without_weight_is_weighted_by_samples():
     pipe = Pipeline(
         [LayerSpec(Balanced, False)],
         lambda y, t: (y.sum(), 1, {"mean": t.mean()}),
@@ -146,11 +146,11 @@ def test_a_metric_given_as_a_mean_counts_samples():
     assert pipe.step(x, torch.tensor([1.0, 3.0, 8.0])).metrics == {"mean": 4.0}
 
 
-def test_reports_outside_of_a_pipeline_go_nowhere():
+def test_reports_outside_of_a_pipeline_are_ignored():
     assert Balanced(True)(BATCH[0]).shape == BATCH[0].shape
 
 
-def test_a_report_that_is_no_number_is_refused():
+def test_invalid_report_is_refused():
     class Bad(nn.Linear):
         def forward(self, x):
             add_loss("bad", x)

@@ -1,4 +1,4 @@
-"""Every schedule on real ranks: the gradients of a plain loop, in the order that was simulated."""
+"""Training with every schedule: gradients of a plain loop, actions in the simulated order."""
 
 import itertools
 import resource
@@ -64,17 +64,17 @@ def make_batches(*sizes):
     return batches
 
 
-BATCHES = make_batches(5, 16)  # the first may have fewer samples than micro-batches
+BATCHES = make_batches(5, 16)  # the first batch may have fewer samples than micro-batches
 
 
 @pytest.fixture(scope="module")
 def reference(plain):
-    """Return a function that trains in the plain way, once for each number of micro-batches."""
-    known = {}
+    """Return a function that trains in a plain loop, once for each number of micro-batches."""
+    cache = {}
 
     def train(num_microbatches):
-        if num_microbatches not in known:
-            known[num_microbatches] = plain.train(
+        if num_microbatches not in cache:
+            cache[num_microbatches] = plain.train(
                 recipes(plain),
                 class_sum,
                 BATCHES,
@@ -84,14 +84,14 @@ def reference(plain):
                 max_norm=MAX_NORM,
                 gradients_of=plain.scale_each,
             )
-        return known[num_microbatches]
+        return cache[num_microbatches]
 
     return train
 
 
 @pytest.fixture
 def options_of(tmp_path):
-    """Return the options that a schedule cannot do without: a table in a file."""
+    """Return a function for the required options of a schedule: `file` needs a table on disk."""
 
     def options(name, stages, microbatches):
         if name != "file":
@@ -104,7 +104,7 @@ def options_of(tmp_path):
 
 
 def train_rank(plain, world=None, **settings):
-    """Train on one rank; return what it gave and its timeline."""
+    """Train one rank; return its results, timeline and schedule."""
     pipe = Pipeline(
         specs(plain), class_sum, seed=SEED, partition="uniform", world=world, **settings
     )
@@ -113,7 +113,7 @@ def train_rank(plain, world=None, **settings):
 
 
 def assert_plain_on_threads(plain, reference, *, stages, replicas=1, **settings):
-    """Train on threads; assert that it is the plain training."""
+    """Train on threads and compare with the plain loop; return the results of all ranks."""
     body = partial(train_rank, plain, stages=stages, replicas=replicas, **settings)
     ranks = run_on_threads(stages * replicas, lambda world: body(world))
     assert_plain(plain, reference, [rank[0] for rank in ranks], stages, settings["microbatches"])
@@ -121,7 +121,7 @@ def assert_plain_on_threads(plain, reference, *, stages, replicas=1, **settings)
 
 
 def assert_plain(plain, reference, ranks, stages, microbatches):
-    """Assert equality with the plain loop, and of all copies of a parameter to the bit."""
+    """Assert equality with the plain loop, and bitwise equality of all copies of a parameter."""
     whole = plain.unite(ranks, stages)
     for rank in ranks:
         for name, weight in rank.weights.items():
@@ -134,16 +134,17 @@ def assert_plain(plain, reference, ranks, stages, microbatches):
 def assert_reductions(reductions, computed):
     for reduction in reductions:
         own = (e.start_s for e in computed if e.action.stage == reduction.action.stage)
-        last = max(own, default=0.0)  # a holder may run no micro-batch of the stage
+        last = max(own, default=0.0)  # a rank may hold a stage without running it
         assert last <= reduction.start_s <= reduction.end_s
     starts = [reduction.start_s for reduction in reductions]
     assert starts == sorted(starts)
 
 
-def assert_order(timeline, schedule):
-    """On each rank the simulated order, and between ranks nothing ahead of what it needs.
+def assert_simulated_order(timeline, schedule):
+    """Assert that ranks run the simulated order and that actions start after their dependencies.
 
-    Reductions run beside compute, in the table's order; they may start within the last backward.
+    Reductions run in parallel with compute, in the table's order, and may start during the last
+    backward.
     """
     simulated = simulate(schedule, COSTS)
     for ours, theirs in zip(timeline.events, simulated.events, strict=True):
@@ -163,8 +164,8 @@ def assert_order(timeline, schedule):
                 assert ends[needed] <= event.start_s, f"{event.action} ahead of {needed}"
 
 
-def test_the_reference_is_not_constant(reference):
-    """What the tests below compare changes with the micro-batches, by dropout's keys."""
+def test_reference_depends_on_number_of_microbatches(reference):
+    """Otherwise the tests below could not detect wrong dropout masks or missing clipping."""
     assert reference(4).distance(reference(6)) > 1e-3
     assert min(reference(4).norms) > MAX_NORM
 
@@ -182,15 +183,15 @@ def setting_id(setting):
 
 @pytest.mark.parametrize("setting", FAST, ids=setting_id)
 @pytest.mark.parametrize("name", NAMES)
-def test_each_schedule_trains_as_the_plain_loop(plain, reference, options_of, name, setting):
-    """And its measured timelines have exactly the simulated order."""
+def test_schedule_trains_as_plain_loop(plain, reference, options_of, name, setting):
+    """The measured timelines must also have the simulated order."""
     options = options_of(name, setting["stages"], setting["microbatches"])
     ranks = assert_plain_on_threads(
         plain, reference, schedule=name, schedule_options=options, **setting
     )
     for _, timeline, schedule in ranks:
         assert digest(schedule) == digest(ranks[0][2])
-        assert_order(timeline, ranks[0][2])  # rank 0 has the rows of all
+        assert_simulated_order(timeline, ranks[0][2])  # rank 0 has the rows of all ranks
 
 
 VARIANTS = [
@@ -213,7 +214,7 @@ VARIANTS = [
     (2, 4),
     (1, 2),
 )
-def test_a_grid_of_options_and_layouts(
+def test_schedule_variants_train_as_plain_loop_in_all_layouts(
     plain, reference, options_of, variant, stages, replicas, recompute
 ):
     name, options = VARIANTS[variant]
@@ -231,8 +232,8 @@ def test_a_grid_of_options_and_layouts(
         )
 
 
-def test_chimera_of_four_pipelines(plain, reference):
-    """Stages held by four ranks each, replicas besides: eight copies are reduced together."""
+def test_chimera_with_four_pipelines_trains_as_plain_loop(plain, reference):
+    """Four ranks hold each stage in each of two replicas, so eight copies are reduced together."""
     settings = {"stages": 4, "replicas": 2, "microbatches": 4, "recompute": "never"}
     options = {"pipelines": 4}
     assert_plain_on_threads(
@@ -244,10 +245,10 @@ def process_world(shares_memory):
     return ProcessWorld(HostDevice(), 60.0, shares_memory=shares_memory)
 
 
-def test_each_schedule_on_two_processes_in_shared_memory(
+def test_schedules_train_on_two_processes_with_shared_memory(
     plain, reference, processes, options_of, tmp_path
 ):
-    """Recomputation alternates; the timelines, of two processes, are in order too."""
+    """Recomputation alternates between schedules; the order of timelines is also checked."""
     runs = [
         {
             "schedule": name,
@@ -264,15 +265,17 @@ def test_each_schedule_on_two_processes_in_shared_memory(
     for one, other in zip(*processes(2, body, tmp_path), strict=True):
         assert_plain(plain, reference, [one[0], other[0]], 2, 4)
         assert one[1] == other[1]
-        assert_order(one[1], one[2])
+        assert_simulated_order(one[1], one[2])
 
 
 ON_FOUR = [("interleaved", 2, 2), ("zb_v", 4, 1), ("dualpipe", 4, 1)]
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
-def test_some_schedules_on_four_processes(plain, reference, processes, tmp_path, shares_memory):
-    """Four stages, or two stages of two replicas; over Gloo and over shared memory."""
+def test_some_schedules_train_on_four_processes(
+    plain, reference, processes, tmp_path, shares_memory
+):
+    """Four stages, or two stages with two replicas; over Gloo and over shared memory."""
 
     def body(rank):
         world = process_world(shares_memory)
@@ -289,8 +292,10 @@ def test_some_schedules_on_four_processes(plain, reference, processes, tmp_path,
 
 
 @pytest.mark.parametrize("shares_memory", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_hundreds_of_micro_batches_run_ahead_of_one_another(processes, tmp_path, shares_memory):
-    """A looped table sends them all before it receives: once more than sockets or limits held."""
+def test_looped_schedule_sends_many_microbatches_before_receiving(
+    processes, tmp_path, shares_memory
+):
+    """Regression: so many messages exceeded socket buffers and the limit of open files."""
 
     def body(rank):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -312,8 +317,8 @@ def test_hundreds_of_micro_batches_run_ahead_of_one_another(processes, tmp_path,
         assert losses == pytest.approx([scale * n * n for n in range(150)], rel=1e-4)
 
 
-def test_evaluation_and_prediction_follow_any_placement(plain):
-    """The forward-only table of each schedule gives the outputs of the model in one piece."""
+def test_evaluation_and_prediction_work_with_every_placement(plain):
+    """The forward-only table of each schedule must give the outputs of the plain model."""
     inputs, targets = BATCHES[0]
     model = nn.Sequential(*plain.build(recipes(plain), SEED)).eval()
     with torch.no_grad():
@@ -337,7 +342,7 @@ def test_evaluation_and_prediction_follow_any_placement(plain):
             assert abs(loss - expected) < 1e-12, name
 
 
-def test_a_lowered_table_is_run_as_it_is(plain, reference):
+def test_lowered_table_runs_unchanged(plain, reference):
     table = lower(build("zb_v", ranks=2, microbatches=4, recompute="always"))
     ranks = assert_plain_on_threads(plain, reference, stages=2, microbatches=4, schedule=table)
     assert ranks[0][2] == table

@@ -1,4 +1,4 @@
-"""What layers draw by (seed, step, micro-batch, layer) stays as it is: stored losses."""
+"""Random numbers for (seed, step, micro-batch, layer) never change: compared with stored losses."""
 
 import random
 
@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from tests.support import mean_square
 
-# If any of them changes, every seeded run of a user with dropout trains something else.
+# If one of these changes, all seeded runs of users with random layers give other results.
 LOSSES = {
     "torch": [3.028873125832, 2.560758863769, 3.608028319117],
     "python": [2.85223261548, 2.663005582448, 3.116484784809],
@@ -19,7 +19,7 @@ LOSSES = {
 
 
 class Noise(nn.Module):
-    """A layer that draws from one of the generators that a process has."""
+    """Layer that draws from one of the global generators of the process."""
 
     def __init__(self, kind):
         super().__init__()
@@ -33,7 +33,7 @@ class Noise(nn.Module):
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_seed_draws_what_it_drew(kind, ranks, recompute):
+def test_seeded_training_reproduces_stored_losses(kind, ranks, recompute):
     def body(world):
         weights = (torch.arange(16.0, dtype=torch.float64) / 20).reshape(4, 4)
         linear = nn.Linear(4, 4, bias=False, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Long skips on real ranks: the plain model's gradients, and what travels for them."""
+"""Skip connections between ranks: gradients of the plain model, and the messages sent."""
 
 from collections import defaultdict
 from functools import partial
@@ -19,7 +19,7 @@ NAMES = [name for name in schedule_names() if name != "file"]
 
 
 class Block(nn.Module):
-    """Add what is popped, and stash what stands before and after."""
+    """Use popped tensors as further inputs, and return up to two tensors to stash."""
 
     def __init__(self, num_popped, num_stashed, dropout=0.2):
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         return (y, *(y, x * 2)[: self.num_stashed]) if self.num_stashed else y
 
 
-# By layer: what it stashes, what it pops. Nested as in a U-Net, crossing, adjacent, within a stage.
+# Names stashed and popped by layer: nested as in a U-Net, crossing, adjacent and within a stage.
 SKIPS = {0: "a b", 1: "c", 3: "d", 4: "e f"}, {5: "e", 6: "f", 9: "c a", 13: "b", 4: "d"}
 NUM_LAYERS = 16
 
@@ -56,7 +56,7 @@ BATCH = tuple(torch.randn(2, 7, WIDTH, dtype=torch.float64).unbind())
 
 
 def reference(plain, num_microbatches, seed=SEED):
-    """Return loss and gradients of a loop that hands stashes over in a dict of its own."""
+    """Return loss and gradients of a plain loop that keeps stashes in a dict."""
     modules = [build_layer(each, index=i, seed=seed) for i, each in enumerate(layers())]
     total, weight = 0.0, 0
     pieces = zip(*(torch.tensor_split(x, num_microbatches) for x in BATCH), strict=True)
@@ -79,7 +79,7 @@ def reference(plain, num_microbatches, seed=SEED):
 
 
 def trained(world, **settings):
-    """Run one step on this rank; return its loss and gradients."""
+    """Run one step on this rank; return its loss, gradients and evaluation loss."""
     pipe = Pipeline(layers(), loss_fn, seed=SEED, partition="uniform", world=world, **settings)
     part = pipe.share(len(BATCH[0]))
     loss = pipe.step(*(x[part] for x in BATCH)).loss
@@ -92,7 +92,7 @@ def options_of(name):
 
 
 def sizes_of(name, full):
-    """Return numbers of micro-batches that a schedule takes."""
+    """Yield the numbers of micro-batches in `full` that a schedule accepts."""
     for num in full:
         try:
             build(name, ranks=4, microbatches=num, **options_of(name))
@@ -102,7 +102,7 @@ def sizes_of(name, full):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_the_plain_model(plain, name):
+def test_model_with_skips_has_gradients_of_plain_model(plain, name):
     num = next(sizes_of(name, (4, 8)))
     step = partial(trained, schedule=name, microbatches=num, recompute="always", stages=4)
     assert_plain_gradients(plain, run_on_threads(4, step), num)
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_the_plain_model(plain, name):
 
 @pytest.mark.product
 @pytest.mark.parametrize("name", NAMES)
-def test_with_replicas_and_few_ranks(plain, name):
+def test_model_with_skips_trains_with_replicas_and_few_ranks(plain, name):
     for ranks, replicas, recompute in ((4, 1, "except_last"), (2, 2, "never")):
         for num in (1, 4, 10):
             try:
@@ -140,7 +140,7 @@ def assert_plain_gradients(plain, answers, num_microbatches):
     assert seen == gradients.keys()
 
 
-def test_each_skip_goes_once_straight_to_where_it_is_popped(monkeypatch):
+def test_skip_is_sent_once_directly_to_the_rank_that_pops_it(monkeypatch):
     sent = defaultdict(int)
     original = MemoryTransport.send
 
@@ -153,15 +153,15 @@ def test_each_skip_goes_once_straight_to_where_it_is_popped(monkeypatch):
     monkeypatch.setattr(MemoryTransport, "send", send)
     run_on_threads(4, partial(trained, schedule="gpipe", microbatches=4, stages=4))
     one = BATCH[0].nbytes
-    # Of layers 0-3, 4-7, 8-11, 12-15: d goes with the boundary of stage 0, of which it is the same
-    # tensor, once; e and f stay within.
+    # Stages have layers 0-3, 4-7, 8-11 and 12-15. d is the output of stage 0 and is sent once with
+    # it; e and f are stashed and popped in the same stage.
     boundary = {(s, s + 1): one for s in range(3)} | {(s + 1, s): one for s in range(3)}
-    # b is made of the batch alone: it needs no gradient, and gets none.
+    # b depends on the batch only, so no gradient is sent for it.
     skips = {(0, 2): 2 * one, (2, 0): 2 * one, (0, 3): one, (3, 0): 0}
     assert sent == boundary | skips
 
 
-def test_a_lowered_table_without_the_models_skips_is_refused():
+def test_lowered_table_without_skips_of_the_model_is_refused():
     table = lower(build("gpipe", ranks=4, microbatches=2))
     with pytest.raises(
         ScheduleError, match=r"expected stages 0 to 2, 0 to 3, got none.*without communication"
@@ -169,7 +169,7 @@ def test_a_lowered_table_without_the_models_skips_is_refused():
         run_on_threads(4, partial(trained, schedule=table, microbatches=2, stages=4))
 
 
-def test_a_layer_that_forgets_its_stash_is_named():
+def test_layer_that_returns_no_stash_is_refused_by_name():
     class Forgets(Block):
         def forward(self, x):
             return x
@@ -194,7 +194,7 @@ def test_a_layer_that_forgets_its_stash_is_named():
         ([("a", "a"), ("", "")], r"layers\.0 .*pops 'a', but layers\.0 .* is not an earlier layer"),
     ],
 )
-def test_stashes_and_pops_that_do_not_fit_are_refused_at_build_time(model, message):
+def test_mismatched_stashes_and_pops_are_refused_at_build_time(model, message):
     specs = [
         LayerSpec(Block, len(pops), len(stashes)).stashing(*stashes).popping(*pops)
         for stashes, pops in model
@@ -203,13 +203,13 @@ def test_stashes_and_pops_that_do_not_fit_are_refused_at_build_time(model, messa
         Pipeline(specs, loss_fn)
 
 
-def test_writing_in_place_into_what_waits_is_refused():
+def test_in_place_write_to_a_stashed_tensor_is_refused():
     class StashesItsOutput(Block):
         def forward(self, x):
             y = super().forward(x)
             return y, y
 
-    # In one process the stash would change with it, with a cut in between it would not.
+    # Within one stage the write would change the stash; with a stage boundary it would not.
     model = [
         LayerSpec(StashesItsOutput, 0, 0).stashing("a"),
         LayerSpec(nn.ReLU, inplace=True),
@@ -234,8 +234,8 @@ def test_built_modules_declare_skips_by_attributes():
 
 
 @pytest.mark.parametrize("writes_popped", [True, False])
-def test_a_layer_that_overwrites_what_it_also_pops_is_named(writes_popped):
-    """Cut between the two layers, it wrote into a copy: the loss depended on the cut."""
+def test_layer_that_overwrites_input_shared_with_pop_is_refused(writes_popped):
+    """Regression: with a stage boundary a copy was overwritten, so the layout changed the loss."""
 
     class Both(nn.Linear):
         def forward(self, x):
