@@ -85,7 +85,7 @@ def label(value):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("stages", "settings", "num_copies"), MIRRORED, ids=label)
 def test_copies_are_bitwise_equal_after_eight_steps(stages, settings, num_copies, replicas):
-    """Compares weights, gradients and AdamW moments; some copies get more micro-batches than others."""
+    """Compares weights, gradients and AdamW moments; some copies get more micro-batches."""
 
     def body(world):
         pipe, optimizer = make(

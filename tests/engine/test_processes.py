@@ -199,7 +199,7 @@ class Probe(nn.Linear):
 
 @both_transports
 def test_sent_outputs_are_released(processes, tmp_path, shares_memory):
-    """Otherwise, with GPipe and no recomputation, rank 0 would keep the outputs of all micro-batches."""
+    """Otherwise, without recomputation, GPipe would keep the outputs of all micro-batches."""
 
     def body(rank):
         layer, most = OutputTracker(), []

@@ -172,7 +172,7 @@ def test_layer_that_begins_to_draw_late_is_seeded_immediately(plain, source):
 
 
 def test_layer_that_begins_to_draw_reruns_but_updates_buffers_once():
-    """The stage runs again to find the layer that draws, but buffers must count micro-batches once."""
+    """The stage runs again to find the layer that draws; buffers must count micro-batches once."""
     layer = DrawsLate("numpy")
     runs = []
     layer.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
@@ -253,7 +253,7 @@ def train_disturbed(layer, recompute="always", steps=2):
 
 @pytest.mark.parametrize("run", [3, 2 * MICROBATCHES, 3 * MICROBATCHES, 4 * MICROBATCHES - 1])
 def test_draws_of_another_thread_raise_error_with_layer_name(run):
-    """Regression: a data reader's torch.randperm changed dropout masks in recomputations, unnoticed."""
+    """Regression: torch.randperm in a data reader silently changed recomputed dropout masks."""
     expected = r"layers\.1 \(Disturbed\): drew other random numbers .* torch\.Generator\(\)"
     with pytest.raises(ActionError, match=expected):
         train_disturbed(Disturbed({run}))

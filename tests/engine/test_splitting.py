@@ -1,4 +1,4 @@
-"""Split backward: `I` and then `W` leave what `B` leaves, and `W` does the weight work."""
+"""Split backward: I followed by W gives the gradients of B, and W computes weight gradients."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class _Scale(torch.autograd.Function):
 
 
 class Shared(nn.Module):
-    """Use one linear layer three times."""
+    """Apply one linear layer three times."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Shared(nn.Module):
 
 
 class Tied(nn.Module):
-    """One matrix as embedding and, transposed, as output."""
+    """Use one matrix as embedding and, transposed, as output layer."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ def normed():
 
 X2, X3 = vectors(5, 4), vectors(2, 5, 4)
 conv = {"kernel_size": 3, "stride": 2, "padding": 1, "groups": 2}
-ALL = [  # layers whose every weight gradient is left to W
+ALL = [  # layers whose weight gradients are all computed in W
     ("linear of 1 dimension", partial(nn.Linear, 4, 3), vectors(4)),
     ("linear of 2 dimensions", partial(nn.Linear, 4, 3), X2),
     ("linear of 3 dimensions", partial(nn.Linear, 4, 3), X3),
@@ -175,12 +175,12 @@ SOME = [  # layers with parameters of both kinds
 
 @dataclass
 class Step:
-    """What a micro-batch left behind."""
+    """Results of one micro-batch."""
 
     output: torch.Tensor
     input_gradients: tuple
-    after_i: list  # the gradient of each parameter before W
-    gradients: list  # and at the end
+    after_i: list  # gradient of each parameter before W
+    gradients: list  # gradient of each parameter after W
     has_weights: bool
 
 
@@ -188,11 +188,11 @@ RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext, num_steps=2):
-    """Run one micro-batch after the other through a layer, and return what the last left."""
+    """Run micro-batches through a layer one after the other; return the results of the last one."""
     stage = Stage(0, {0: layer}, CPU, MIDDLE)
     work = StageRunner(stage)
     keep = RunMode.RECORD if recomputes else RunMode.TRAIN
-    for microbatch in range(num_steps):  # the first copies, to see whether layers write in place
+    for microbatch in range(num_steps):  # the first one copies inputs to detect in-place writes
         boundary = boundary.detach().requires_grad_(boundary.dtype != torch.int64)
         stage.gradients.clear()
         with context():
@@ -218,7 +218,7 @@ def same(left, right):
 
 
 def assert_equal(whole, split):
-    """Equal to the bit: the output, the gradients of the input and of every parameter."""
+    """Assert that outputs and the gradients of inputs and parameters are bitwise equal."""
     assert same(whole.output, split.output)
     assert len(whole.input_gradients) == len(split.input_gradients)
     assert all(map(same, whole.input_gradients, split.input_gradients))
@@ -226,8 +226,8 @@ def assert_equal(whole, split):
     assert all(map(same, whole.gradients, split.gradients))
 
 
-def both(make, make_input, dtype=torch.float64, **how):
-    """Run `make()` with B and with I and W; return the latter, which left the same."""
+def run_both(make, make_input, dtype=torch.float64, **how):
+    """Run `make()` with B and with I and W; assert equal results and return those of I and W."""
     steps = []
     for splits in (False, True):
         torch.manual_seed(0)
@@ -245,8 +245,8 @@ def cases(*lists):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @cases(ALL)
-def test_w_does_all_the_weight_work(make, make_input, dtype):
-    split = both(make, make_input, dtype)
+def test_w_computes_all_weight_gradients(make, make_input, dtype):
+    split = run_both(make, make_input, dtype)
     assert split.has_weights
     assert all(g is None for g in split.after_i), "weight gradients came in I"
     assert any(g.any() for g in split.gradients if g is not None)
@@ -254,15 +254,15 @@ def test_w_does_all_the_weight_work(make, make_input, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @cases(NONE)
-def test_what_cannot_be_split_comes_in_i_and_w_is_empty(make, make_input, dtype):
-    split = both(make, make_input, dtype)
+def test_layers_that_cannot_be_split_get_all_gradients_in_i(make, make_input, dtype):
+    split = run_both(make, make_input, dtype)
     assert not split.has_weights
     assert all(map(same, split.after_i, split.gradients))
 
 
 @cases(SOME)
-def test_each_parameter_has_its_gradient_in_i_or_in_w(make, make_input):
-    split = both(make, make_input)
+def test_mixed_layers_get_some_gradients_in_i_and_others_in_w(make, make_input):
+    split = run_both(make, make_input)
     assert split.has_weights
     early = [gradient is not None for gradient in split.after_i]
     assert any(early) and not all(early)
@@ -271,40 +271,40 @@ def test_each_parameter_has_its_gradient_in_i_or_in_w(make, make_input):
 @cases(
     [c for c in ALL if c[0].startswith(("linear of 3", "gpt", "conv2d", "layer", "embed"))], SOME
 )
-def test_recomputation(make, make_input):
-    assert both(make, make_input, recomputes=True).has_weights
+def test_split_backward_after_recomputation_is_bitwise_equal(make, make_input):
+    assert run_both(make, make_input, recomputes=True).has_weights
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("make", [partial(gpt, 1), partial(gpt, 2), Shared, normed])
-def test_autocast(make, cache, recomputes):
+def test_split_backward_under_autocast_is_bitwise_equal(make, cache, recomputes):
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=cache)
     how = {"recomputes": recomputes, "context": autocast}
-    split = both(make, vectors(2, 3, 4), torch.float32, **how)
+    split = run_both(make, vectors(2, 3, 4), torch.float32, **how)
     assert split.has_weights
-    exact = both(make, vectors(2, 3, 4), torch.float32)
+    exact = run_both(make, vectors(2, 3, 4), torch.float32)
     assert not same(split.gradients[-1], exact.gradients[-1]), "nothing was cast"
 
 
-def test_autocast_of_a_convolution_and_its_norm():
+def test_split_convolution_and_batch_norm_under_autocast_are_equal():
     def make():
         return nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
 
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-    assert both(make, vectors(2, 4, 5, 5), torch.float32, context=autocast).has_weights
+    assert run_both(make, vectors(2, 4, 5, 5), torch.float32, context=autocast).has_weights
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-def test_complex_weights():
-    """The input's gradient of a complex linear layer once lacked the conjugate."""
+def test_split_backward_of_complex_linear_is_bitwise_equal():
+    """Regression: the input gradient of a complex linear layer lacked the conjugate."""
     make = partial(nn.Linear, 4, 3, dtype=torch.complex128)
     assert make().weight.imag.any()
-    assert both(make, X3, torch.complex128).has_weights
+    assert run_both(make, X3, torch.complex128).has_weights
 
 
-def test_frozen_input_and_what_is_no_tensor():
-    """A stage that begins with data: nothing to send back, all gradients in W."""
+def test_stage_with_data_input_computes_all_gradients_in_w():
+    """The input also contains values that are no tensors; no gradient is sent back."""
     layer = Apply(lambda s, nest: F.linear(nest["x"], s.w) * nest["scale"], w=(3, 4))
     for splits in (False, True):
         work = StageRunner(Stage(0, {0: layer}, CPU, MIDDLE))
@@ -317,5 +317,5 @@ def test_frozen_input_and_what_is_no_tensor():
         assert layer.w.grad.eq(4).all()
 
 
-def test_sparse_gradients():
-    assert both(partial(nn.Embedding, 9, 4, sparse=True), tokens).has_weights
+def test_split_backward_of_sparse_embedding_is_bitwise_equal():
+    assert run_both(partial(nn.Embedding, 9, 4, sparse=True), tokens).has_weights

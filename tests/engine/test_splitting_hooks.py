@@ -1,4 +1,4 @@
-"""Hooks of parameters whose gradients wait for `W`: called once."""
+"""Hooks of parameters whose gradients are computed in W: each is called once."""
 
 from functools import partial
 
@@ -16,12 +16,12 @@ from gpipe_hpc.engine.wiring import StageRoutes
 from gpipe_hpc.errors import ModelError
 
 MIDDLE = StageRoutes({-1: ()}, {1: ()})
-each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
+whole_and_split = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 BOUNDARY = torch.linspace(-1, 1, 20).view(5, 4)
 
 
-class Scaled(nn.Linear):
-    """Use the weight in a way that is not split as well."""
+class WeightUsedTwice(nn.Linear):
+    """Use the weight also in an operation that cannot be split."""
 
     def forward(self, x):
         return super().forward(x) * self.weight.sum()
@@ -31,7 +31,7 @@ RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def run(layer, splits, between=lambda: None):
-    """Run one micro-batch; call `between` after the forward. Return the parameters' gradients."""
+    """Run one micro-batch; return the parameters' gradients. Calls `between` after the forward."""
     stage = Stage(0, {0: layer}, HostDevice(), MIDDLE)
     stage.gradients.clear()
     work = StageRunner(stage)
@@ -50,7 +50,7 @@ def note_and_double(seen, gradient):
 
 
 def hook_each(layer, seen):
-    """Note and double each gradient, and note what it comes to."""
+    """Register hooks that record and double each gradient, and record what is accumulated."""
     for parameter in layer.parameters():
         parameter.register_hook(partial(note_and_double, seen))
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -62,9 +62,9 @@ def by_autograd(layer):
     return [p.grad.clone() for p in layer.parameters()]
 
 
-@each_way
+@whole_and_split
 @pytest.mark.parametrize("when", ["before", "after the forward"])
-def test_hooks_see_the_gradient_once(when, splits):
+def test_hooks_are_called_once_with_the_whole_gradient(when, splits):
     layer, seen = nn.Linear(4, 3), []
     weight, bias = by_autograd(layer)
     layer.zero_grad()
@@ -80,7 +80,7 @@ def test_hooks_see_the_gradient_once(when, splits):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "zb_v"])
-def test_hooks_may_come_after_the_pipeline_is_built(schedule):
+def test_hooks_registered_after_building_the_pipeline_are_called(schedule):
     def body(world):
         layers = [nn.Linear(4, 4) for _ in range(4)]
         settings = {"schedule": schedule, "microbatches": 3}
@@ -99,7 +99,7 @@ def test_hooks_may_come_after_the_pipeline_is_built(schedule):
     run_on_threads(2, body)
 
 
-def test_hooks_of_several_parameters_are_called_once():
+def test_multi_grad_hook_is_called_once():
     layer, seen = nn.Linear(4, 3), []
     expected = by_autograd(layer)
     torch.autograd.graph.register_multi_grad_hook(tuple(layer.parameters()), seen.append)
@@ -108,7 +108,7 @@ def test_hooks_of_several_parameters_are_called_once():
     torch.testing.assert_close(seen[0], expected)
 
 
-def test_hooks_of_a_parameters_node_are_called_once_by_w():
+def test_hooks_of_accumulate_grad_node_are_called_once():
     layer, seen = nn.Linear(4, 3), []
     weight, _ = by_autograd(layer)
     layer.zero_grad()
@@ -120,10 +120,10 @@ def test_hooks_of_a_parameters_node_are_called_once_by_w():
     torch.testing.assert_close(seen[1:], [weight, weight])
 
 
-@each_way
-def test_a_hook_that_would_see_parts_of_a_gradient_is_refused(splits):
-    """The one part came in I, the other in W, and a hook that clips saw neither sum."""
-    layer, seen = Scaled(4, 3, bias=False), []
+@whole_and_split
+def test_hook_that_would_see_partial_gradients_is_refused(splits):
+    """Regression: a hook that clips saw one part in I and another in W, but never the sum."""
+    layer, seen = WeightUsedTwice(4, 3, bias=False), []
     (expected,) = by_autograd(layer)
     layer.zero_grad()
     torch.testing.assert_close(run(layer, splits), [expected])

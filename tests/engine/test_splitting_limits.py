@@ -1,4 +1,4 @@
-"""Split backward: what it keeps until W, and layers that no other test has thought of."""
+"""Split backward: memory kept until W, and unusual layers and losses."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ MIDDLE = StageRoutes({-1: ()}, {1: ()})
 
 
 class Apply(nn.Module):
-    """Turn a function of (layer, input) into a layer that has other layers."""
+    """Turn a function of (layer, input) into a layer with submodules."""
 
     def __init__(self, function, **layers):
         super().__init__()
@@ -38,15 +38,15 @@ class Apply(nn.Module):
 RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
-def work_of(layer):
+def runner_of(layer):
     work = StageRunner(Stage(0, {0: layer}, HostDevice(), MIDDLE))
     work.stage.gradients.clear()
     return work
 
 
 def gradients(layer, *, splits, keep=RunMode.TRAIN):
-    """Return whether each parameter has none after I, or B, and all gradients after W."""
-    work = work_of(layer)
+    """Return for each parameter whether it has no gradient before W, and all gradients after W."""
+    work = runner_of(layer)
     boundary = torch.linspace(-1, 1, 20).view(5, 4).requires_grad_()
     (output,) = work.forward(RUN, 0, [boundary], 5, ForwardPlan(keep, splits), Outcome())
     if keep is RunMode.RECORD:
@@ -58,8 +58,8 @@ def gradients(layer, *, splits, keep=RunMode.TRAIN):
     return early, [boundary.grad, *(p.grad.clone() for p in layer.parameters())]
 
 
-def left_to_w(layer):
-    """Say for each parameter whether its gradient waits for W; all of them equal those of B."""
+def waits_for_w(layer):
+    """Return for each parameter whether W computes its gradient; assert gradients equal to B's."""
     _, whole = gradients(layer, splits=False)
     waits, split = gradients(layer, splits=True)
     assert all(map(torch.equal, whole, split))
@@ -67,8 +67,8 @@ def left_to_w(layer):
     return waits
 
 
-def test_hooks_of_parameters_are_called_once_and_never_with_none():
-    """The node that joins a call to the graph was once tied to it by the weight itself."""
+def test_parameter_hooks_are_called_once_and_never_with_none():
+    """Regression: the node that connects a call to the graph depended on the weight itself."""
     calls = []
     layer = nn.Linear(4, 3)
     layer.weight.register_hook(lambda gradient: calls.append(gradient.shape) or gradient * 2)
@@ -76,7 +76,7 @@ def test_hooks_of_parameters_are_called_once_and_never_with_none():
     steps = []
     for splits in (False, True):
         calls.clear()
-        work = work_of(layer)
+        work = runner_of(layer)
         work.forward(RUN, 0, [torch.ones(5, 4)], 5, ForwardPlan(RunMode.TRAIN, splits), Outcome())
         work.backward(0, [torch.ones(5, 3)])
         assert len(calls) == (0 if splits else 2)
@@ -87,15 +87,15 @@ def test_hooks_of_parameters_are_called_once_and_never_with_none():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpoints_within_a_layer(reentrant):
-    """What torch runs again in the backward is not split; what is beside it is."""
+def test_checkpointed_part_of_a_layer_is_not_split(reentrant):
+    """The part that torch recomputes in the backward is not split; the layer after it is."""
     inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     layer = Apply(
         lambda s, x: s.last(checkpoint(s.inner, x, use_reentrant=reentrant)),
         inner=inner,
         last=nn.Linear(4, 4),
     )
-    assert left_to_w(layer) == [False] * 4 + [True] * 2
+    assert waits_for_w(layer) == [False] * 4 + [True] * 2
 
 
 def mapped(layer, x):
@@ -108,13 +108,13 @@ def slopes(layer, x):
 
 @pytest.mark.parametrize("function", [mapped, slopes])
 def test_functorch_transforms_are_not_split(function):
-    assert left_to_w(Apply(function, linear=nn.Linear(4, 3))) == [False, False]
+    assert waits_for_w(Apply(function, linear=nn.Linear(4, 3))) == [False, False]
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("keep", [RunMode.TRAIN, RunMode.RECORD])
-def test_a_layer_may_differentiate_in_its_forward(create_graph, keep):
-    """It once got wrong weight gradients in silence, and then an error."""
+def test_layer_may_differentiate_in_its_forward(create_graph, keep):
+    """Regression: such a layer silently got wrong weight gradients, and later raised an error."""
 
     def slope(layer, x):
         how = {"create_graph": create_graph, "retain_graph": True}
@@ -130,7 +130,7 @@ def test_a_layer_may_differentiate_in_its_forward(create_graph, keep):
     assert all(waits) is not create_graph
 
 
-def test_a_refusal_names_the_action():
+def test_error_of_backward_in_forward_names_the_action():
     def body(world):
         def descend(layer, x):
             y = layer.linear(x)
@@ -147,8 +147,8 @@ def test_a_refusal_names_the_action():
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_loss_may_differentiate_layers(create_graph):
-    """What it asked for was once left to W as well, and then refused."""
+def test_loss_may_differentiate_layers(create_graph):
+    """Regression: gradients that the loss requested were also left to W, and then refused."""
 
     class Pair(nn.Linear):
         def forward(self, x):
@@ -178,23 +178,23 @@ def test_a_loss_may_differentiate_layers(create_graph):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_layers_work(backend):
+def test_compiled_layers_have_gradients_of_eager_layers(backend):
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 4))
     _, expected = gradients(inner, splits=False)
     compiled = torch.compile(inner, backend=backend, fullgraph=True)
-    left_to_w(compiled)
+    waits_for_w(compiled)
     assert all(map(torch.equal, expected, gradients(compiled, splits=True)[1]))
 
 
 class Saved:
-    """A tensor that autograd keeps."""
+    """A tensor saved by autograd."""
 
     def __init__(self, tensor, census):
         self.tensor = tensor
         census[self] = tensor.nbytes
 
 
-def test_i_releases_all_but_what_w_needs_and_w_the_rest():
+def test_i_releases_all_but_inputs_of_w_and_w_releases_the_rest():
     layer = nn.Sequential(
         nn.Linear(4, 32, bias=False), nn.Tanh(), nn.Sigmoid(), nn.Linear(32, 8, bias=False)
     )
@@ -207,7 +207,7 @@ def test_i_releases_all_but_what_w_needs_and_w_the_rest():
     def alive():
         return [ref() is not None for ref in made], sum(census.values())
 
-    work, boundary = work_of(layer), torch.randn(16, 4, requires_grad=True)
+    work, boundary = runner_of(layer), torch.randn(16, 4, requires_grad=True)
     gc.disable()
     try:
         with torch.autograd.graph.saved_tensors_hooks(
@@ -228,15 +228,15 @@ def test_i_releases_all_but_what_w_needs_and_w_the_rest():
         gc.enable()
 
 
-def test_dozens_of_steps_without_the_garbage_collector_do_not_grow():
-    """What a step keeps until W is 2 MB: a circle of references would make 100."""
+def test_split_steps_without_garbage_collector_do_not_leak_memory():
+    """A step keeps 2 MB until W; a leak through a reference cycle would add 100 MB."""
     layer = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 4))
     measured = []
     gc.collect()
     gc.disable()
     try:
         for step in range(71):
-            work, boundary = work_of(layer), torch.randn(512, 256, requires_grad=True)
+            work, boundary = runner_of(layer), torch.randn(512, 256, requires_grad=True)
             (output,) = work.forward(
                 RUN, 0, [boundary], 512, ForwardPlan(RunMode.TRAIN, splits=True), Outcome()
             )
@@ -255,8 +255,8 @@ class Attention(nn.MultiheadAttention):
         return super().forward(x, x, x)[0]
 
 
-def test_the_timeline_shows_which_weights_wait():
-    """A linear layer can be split; torch's own attention cannot, and shows no W."""
+def test_timeline_shows_w_only_for_stages_that_are_split():
+    """A linear layer can be split. torch's attention cannot, so its stage has no W."""
 
     def body(world):
         layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(Attention, 4, 2, batch_first=True)]

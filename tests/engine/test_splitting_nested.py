@@ -1,7 +1,7 @@
-"""Layers that differentiate themselves anew: in a hook, in a function of their own, in the forward.
+"""Layers that call autograd themselves: in a hook, in an autograd function or in the forward.
 
-What plain autograd leaves is what every backward has to leave: only what `backward()` brings is
-added to the gradient of a parameter, not what `torch.autograd.grad` was asked for by the way.
+Each kind of backward must give the gradients of plain autograd: only `backward()` adds to the
+gradient of a parameter, not a call of `torch.autograd.grad`.
 """
 
 import copy
@@ -24,21 +24,21 @@ from tests.engine.catalogue import PRODUCTS, SELF_DIFFERENTIATING, Pair, equilib
 from tests.support import mean_square
 
 MIDDLE = StageRoutes({-1: ()}, {1: ()})
-each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
+whole_and_split = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 
 
 RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
-def work_of(layer):
+def runner_of(layer):
     stage = Stage(0, {0: layer}, HostDevice(), MIDDLE)
     stage.gradients.clear()
     return StageRunner(stage)
 
 
-def engine(layer, boundary, splits, recomputes=False, num_steps=2):
-    """Run micro-batches through a layer; return the input's gradient and the parameters'."""
-    work = work_of(layer)
+def run_engine(layer, boundary, splits, recomputes=False, num_steps=2):
+    """Run micro-batches through a layer; return the gradients of input and parameters."""
+    work = runner_of(layer)
     for number in range(num_steps):
         given = boundary.detach().requires_grad_()
         keep = RunMode.RECORD if recomputes else RunMode.TRAIN
@@ -54,7 +54,7 @@ def engine(layer, boundary, splits, recomputes=False, num_steps=2):
     return back, [p.grad for p in layer.parameters() if p.requires_grad]
 
 
-def plain(layer, boundary, num_steps=2):
+def run_plain(layer, boundary, num_steps=2):
     for p in layer.parameters():
         p.grad = torch.zeros_like(p)
     for _ in range(num_steps):
@@ -68,31 +68,31 @@ def ramp(output):
     return torch.linspace(0.1, 1, output.numel(), dtype=output.dtype).view(output.shape)
 
 
-def assert_autograds_gradients(make, splits, recomputes=False, shape=(5, 4)):
+def assert_equals_autograd(make, splits, recomputes=False, shape=(5, 4)):
     boundary = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
-    expected = plain(make().double(), boundary)
+    expected = run_plain(make().double(), boundary)
     torch.manual_seed(0)
-    found = engine(make().double(), boundary, splits, recomputes)
+    found = run_engine(make().double(), boundary, splits, recomputes)
     assert expected[1] and expected[0][0].any()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@each_way
+@whole_and_split
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("function", SELF_DIFFERENTIATING, ids=lambda f: f.__name__)
-def test_gradients_are_those_of_autograd(function, recomputes, splits):
-    assert_autograds_gradients(partial(Pair, function), splits, recomputes)
+def test_gradients_equal_those_of_plain_autograd(function, recomputes, splits):
+    assert_equals_autograd(partial(Pair, function), splits, recomputes)
 
 
 @pytest.mark.parametrize("function", SELF_DIFFERENTIATING, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_other_functions_of_a_parameter(kind, function):
-    assert_autograds_gradients(partial(Pair, function, PRODUCTS[kind]), True)
+def test_split_products_in_self_differentiating_layers_are_right(kind, function):
+    assert_equals_autograd(partial(Pair, function, PRODUCTS[kind]), True)
 
 
-@each_way
-def test_complex_weights_and_their_slopes(splits):
+@whole_and_split
+def test_complex_layer_that_differentiates_in_forward_is_right(splits):
     def slope(layer, x):
         with torch.enable_grad():
             z = torch.complex(x, x.flip(0))
@@ -101,7 +101,7 @@ def test_complex_weights_and_their_slopes(splits):
         return found.real + found.imag
 
     kind = partial(nn.Linear, 4, 4, dtype=torch.complex128)
-    assert_autograds_gradients(partial(Pair, slope, kind), splits)
+    assert_equals_autograd(partial(Pair, slope, kind), splits)
 
 
 def hook_with_two_backwards(layer, x):
@@ -111,8 +111,8 @@ def hook_with_two_backwards(layer, x):
     return y
 
 
-def test_two_backwards_in_a_hook_add_both():
-    assert_autograds_gradients(partial(Pair, hook_with_two_backwards), True)
+def test_two_backward_calls_in_a_hook_both_accumulate():
+    assert_equals_autograd(partial(Pair, hook_with_two_backwards), True)
 
 
 def backward_in_the_forward(layer, x):
@@ -133,9 +133,9 @@ def hook_with_backward_that_keeps_a_graph(layer, x):
 @pytest.mark.parametrize(
     "function", [backward_in_the_forward, hook_with_backward_that_keeps_a_graph]
 )
-def test_what_would_need_gradients_of_parameters_at_once_is_refused(function):
+def test_backward_call_that_needs_weight_gradients_early_is_refused(function):
     with pytest.raises(ModelError, match=r"calls backward\(\) on .* or with create_graph"):
-        engine(Pair(function), torch.randn(5, 4), True)
+        run_engine(Pair(function), torch.randn(5, 4), True)
 
 
 def asked_of_grad(y, wanted):
@@ -154,8 +154,8 @@ def asked_of_the_tensor(y, wanted):
 
 @pytest.mark.parametrize("ask", [asked_of_grad, asked_of_backward, asked_of_the_tensor])
 @pytest.mark.parametrize("is_in_grad_mode", [False, True])
-def test_a_forward_that_asks_for_a_gradient_of_its_weight_is_refused(ask, is_in_grad_mode):
-    """Torch once returned None, for it found no way from the output to the weight."""
+def test_forward_that_requests_gradient_of_its_weight_is_refused(ask, is_in_grad_mode):
+    """Regression: torch returned None, because it found no path from the output to the weight."""
 
     def forward(layer, x):
         z = torch.tanh(layer.second(torch.tanh(layer.first(x))))
@@ -167,22 +167,22 @@ def test_a_forward_that_asks_for_a_gradient_of_its_weight_is_refused(ask, is_in_
         return z * slope.sum()
 
     with pytest.raises(ModelError, match=r"with respect to a parameter \(4, 4\).*torch.func.grad"):
-        engine(Pair(forward), torch.randn(5, 4), True)
+        run_engine(Pair(forward), torch.randn(5, 4), True)
 
 
-@each_way
-def test_a_forward_may_ask_for_gradients_of_other_parameters(splits):
+@whole_and_split
+def test_forward_may_request_gradient_of_parameter_used_elementwise(splits):
     def forward(layer, x):
         with torch.enable_grad():
             y = layer.first(x) * layer.second.bias
             (slope,) = torch.autograd.grad(y.sum(), layer.second.bias, create_graph=True)
         return layer.second(y + slope)
 
-    assert_autograds_gradients(partial(Pair, forward), splits)
+    assert_equals_autograd(partial(Pair, forward), splits)
 
 
-def test_slopes_of_a_product_of_two_inputs_need_a_whole_backward():
-    """The one input's gradient is a function of the other, whose graph the call has not."""
+def test_double_backward_of_split_bilinear_is_refused():
+    """One input's gradient is a function of the other input, whose graph the split call lacks."""
 
     def bilinear(layer, x):
         with torch.enable_grad():
@@ -196,12 +196,12 @@ def test_slopes_of_a_product_of_two_inputs_need_a_whole_backward():
         return layer
 
     boundary = torch.randn(5, 4)
-    engine(make(True), boundary, False)
+    run_engine(make(True), boundary, False)
     with pytest.raises(ModelError, match="a parameter and several inputs"):
-        engine(make(True), boundary, True)
+        run_engine(make(True), boundary, True)
 
 
-def test_slopes_of_a_weight_that_was_swapped_are_refused():
+def test_double_backward_is_refused_if_weight_data_was_replaced():
     def noisy(layer, x):
         kept = layer.first.weight.data
         layer.first.weight.data = kept + 1
@@ -211,26 +211,26 @@ def test_slopes_of_a_weight_that_was_swapped_are_refused():
         return y + slope
 
     with pytest.raises(ModelError, match="was replaced between"):
-        engine(Pair(noisy), torch.randn(5, 4), True)
+        run_engine(Pair(noisy), torch.randn(5, 4), True)
 
 
 @pytest.mark.parametrize("function", [equilibrium, force])
-def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
+def test_torch_without_will_engine_execute_gets_whole_backward(function, monkeypatch):
     monkeypatch.setattr(torch_compat, "will_engine_execute", torch_compat._absent)
-    work = work_of(Pair(function))
+    work = runner_of(Pair(function))
     (output,) = work.forward(
         RUN, 0, [torch.randn(5, 4)], 5, ForwardPlan(RunMode.TRAIN, True), Outcome()
     )
     work.backward(0, [ramp(output)])
     assert not work.weights(0), "nothing was left for W"
-    assert_autograds_gradients(partial(Pair, function), True)
+    assert_equals_autograd(partial(Pair, function), True)
 
 
 @pytest.mark.parametrize(
     "function, schedule",
     [(equilibrium, "gpipe"), (force, "zb_h1"), (equilibrium, "zb_v"), (force, "auto")],
 )
-def test_pipelines(function, schedule):
+def test_pipeline_of_self_differentiating_layers_equals_autograd(function, schedule):
     torch.manual_seed(0)
     inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
     model = nn.Sequential(*(Pair(function).double() for _ in range(4)))

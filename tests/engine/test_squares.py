@@ -1,4 +1,4 @@
-"""What each part of a batch adds to the gradients, measured while they are added up."""
+"""Squared norms of each micro-batch's gradients, measured while gradients accumulate."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from tests.support import batch, square_sum
 WIDTH, NUM = 4, 5
 
 
-class Twice(nn.Module):
-    """A weight that a split backward leaves to W in one place, and not in the other."""
+class WeightUsedTwice(nn.Module):
+    """Use a weight in two places, of which a split backward leaves only one to W."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,11 +26,11 @@ class Twice(nn.Module):
 
 def layers() -> list[LayerSpec]:
     linear = LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64)
-    return [linear, LayerSpec(Twice), LayerSpec(nn.Tanh), linear]
+    return [linear, LayerSpec(WeightUsedTwice), LayerSpec(nn.Tanh), linear]
 
 
 def expected(inputs, targets) -> list[float]:
-    """Return the squared norm of what each micro-batch adds, by autograd on it alone."""
+    """Return the squared norm of each micro-batch's gradients, from a step on it alone."""
     found = []
     pieces = zip(inputs.tensor_split(NUM), targets.tensor_split(NUM), strict=True)
     for piece, wanted in pieces:
@@ -53,8 +53,8 @@ def expected(inputs, targets) -> list[float]:
         (2, {"stages": 2, "schedule": "zb_v", "recompute": "never"}),
     ],
 )
-def test_of_unequal_microbatches_and_split_backwards(ranks, options):
-    """A parameter may get a part of its gradient in I and another in W; 22 = 5 + 5 + 4 + 4 + 4."""
+def test_squared_norms_of_microbatches_equal_those_of_separate_steps(ranks, options):
+    """A parameter may get gradients in I and in W. Micro-batches have 5, 5, 4, 4 and 4 samples."""
     inputs, targets = batch(22, dtype=torch.float64)
 
     def body(world):
@@ -68,7 +68,7 @@ def test_of_unequal_microbatches_and_split_backwards(ranks, options):
             **options,
         )
         found = []
-        for _ in range(2):  # a second step begins with gradients that are there
+        for _ in range(2):  # the second step begins with existing gradients
             result = pipe.step(inputs, targets)
             found.append(result.parts.squares.tolist())
         assert found[0] == found[1]
@@ -83,7 +83,7 @@ def test_of_unequal_microbatches_and_split_backwards(ranks, options):
         assert 0 < total <= mean * (1 + 1e-10), "a mean is no longer than the mean of lengths"
 
 
-def test_a_frozen_parameter_adds_nothing():
+def test_frozen_parameter_adds_nothing_to_squared_norms():
     inputs, targets = batch(22, dtype=torch.float64)
     found = []
     for is_frozen in (False, True):
@@ -97,7 +97,7 @@ def test_a_frozen_parameter_adds_nothing():
     assert 0 < found[1] < found[0]
 
 
-def test_a_parameter_that_some_microbatches_do_not_use():
+def test_unused_parameter_adds_nothing_to_norm_of_microbatch():
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
     squares = MicrobatchSquaredNorms(parameters)
     squares.begin()
@@ -112,14 +112,14 @@ def test_a_parameter_that_some_microbatches_do_not_use():
     )
 
 
-def leave(measured, parameters):
-    """Let gradients leave as a bucket does: the sum of all ranks comes in their place."""
+def reduce_bucket(measured, parameters):
+    """Reduce gradients as a bucket does: the sum over ranks replaces them."""
     measured.before_reduction(parameters)
     for parameter in parameters:
         parameter.grad.mul_(100.0)
 
 
-def test_what_leaves_within_the_last_backward_is_that_microbatchs():
+def test_gradient_reduced_in_last_backward_counts_for_its_microbatch():
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     squares = MicrobatchSquaredNorms(parameters)
     for _ in range(2):
@@ -130,17 +130,17 @@ def test_what_leaves_within_the_last_backward_is_that_microbatchs():
             parameter.grad.add_(1.0)
         squares.note(0, is_last=True)
         parameters[2].grad.add_(3.0)
-        leave(squares, parameters[2:])
+        reduce_bucket(squares, parameters[2:])
         parameters[1].grad.add_(2.0)
         parameters[0].grad.add_(1.0)
-        leave(squares, parameters[1:2])
+        reduce_bucket(squares, parameters[1:2])
         squares.note(1, is_last=True)
-        leave(squares, parameters[:1])
+        reduce_bucket(squares, parameters[:1])
         found = {m: s.item() for m, s in squares.take().items()}
         assert found == pytest.approx({0: 6.0, 1: 2 * (9.0 + 4.0 + 1.0)})
 
 
-def test_what_leaves_in_w_after_a_part_came_in_i():
+def test_gradient_reduced_in_w_includes_its_part_from_i():
     parameter = nn.Parameter(torch.zeros(1))
     squares = MicrobatchSquaredNorms([parameter])
     parameter.grad = torch.zeros(1)
@@ -150,12 +150,12 @@ def test_what_leaves_in_w_after_a_part_came_in_i():
     parameter.grad.add_(5.0)  # of another micro-batch, between the two
     squares.note(1, is_last=True)
     parameter.grad.add_(2.0)
-    leave(squares, [parameter])
+    reduce_bucket(squares, [parameter])
     squares.note(0, is_last=True)
     assert {m: s.item() for m, s in squares.take().items()} == pytest.approx({0: 9.0, 1: 25.0})
 
 
-def test_buckets_of_a_copy_add_up():
+def test_squared_norms_of_buckets_add_up_for_a_copy():
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     squares = CopySquaredNorms(parameters, 4)
     for _ in range(2):
@@ -169,8 +169,8 @@ def test_buckets_of_a_copy_add_up():
         assert {m: s.item() for m, s in squares.take().items()} == pytest.approx({4: 10.0})
 
 
-def test_parts_of_unequal_weight_are_weighed():
-    """The mean over many draws is what is estimated: 6 sigma for 4,000 draws of 13 samples."""
+def test_noise_estimates_are_unbiased_for_parts_of_unequal_weight():
+    """Compares means over 4,000 draws of 13 samples with true values; the tolerance is 6 sigma."""
     generator = torch.Generator().manual_seed(0)
     sizes, deviation, mean = (1, 2, 3, 7), 2.0, 1.5
     starts = [sum(sizes[:place]) for place in range(len(sizes))]

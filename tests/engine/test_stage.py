@@ -1,4 +1,4 @@
-"""A stage: its names, its random keys, and that it never writes into what it was given."""
+"""Stages: names of parameters, random keys, and inputs that are never modified."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def no_key(layer):
     return 0
 
 
-def test_in_place_layer_leaves_every_boundary_alone():
+def test_in_place_layer_does_not_modify_stage_input():
     stage = stage_of(nn.ReLU(inplace=True))
     for _ in range(3):
         boundary = torch.tensor([-1.0, 2.0])
@@ -56,7 +56,7 @@ def test_in_place_layer_leaves_every_boundary_alone():
         assert boundary.tolist() == [-1.0, 2.0]
 
 
-def test_in_place_layer_may_start_from_a_leaf_that_requires_grad():
+def test_in_place_layer_accepts_leaf_that_requires_grad():
     stage = stage_of(nn.ReLU(inplace=True))
     for _ in range(2):
         boundary = torch.tensor([-1.0, 2.0], requires_grad=True)
@@ -73,8 +73,8 @@ def test_in_place_layer_may_start_from_a_leaf_that_requires_grad():
         assert boundary.grad.tolist() == [0.0, 1.0]
 
 
-def test_layer_may_put_other_values_into_the_dict_it_was_given():
-    """Recomputation once began from the changed dict: the container was not the stage's own."""
+def test_layer_may_modify_its_input_dict():
+    """Regression: the dict was not copied, so recomputation started from the modified one."""
 
     def double(nest):
         nest["x"] = nest["x"] * 2
@@ -88,7 +88,8 @@ def test_layer_may_put_other_values_into_the_dict_it_was_given():
         assert boundary.keys() == {"x"} and boundary["x"].tolist() == [1.0, 1.0]
 
 
-def test_boundary_is_copied_only_until_layers_are_known_to_leave_it_alone():
+def test_stage_input_is_copied_in_first_run_only():
+    """The first run shows whether layers write in place."""
     seen = []
     stage = stage_of(Apply(lambda x: seen.append(x) or x + 1))
     boundary = torch.ones(2)
@@ -97,15 +98,15 @@ def test_boundary_is_copied_only_until_layers_are_known_to_leave_it_alone():
     assert [x is boundary for x in seen] == [False, True, True]
 
 
-def test_layer_that_begins_to_write_later_is_refused():
+def test_layer_that_writes_in_place_only_later_is_refused():
     stage = stage_of(Apply(lambda x: x.add_(1) if x[0] > 0 else x + 1), first=4)
     run(stage, torch.tensor([-1.0]), no_key)
     with pytest.raises(ModelError, match=r"layers 4 to 4.*wrote in place.*inplace=False"):
         run(stage, torch.tensor([1.0]), no_key)
 
 
-def test_training_and_evaluation_are_told_apart():
-    """Dropout writes in place in training only; having seen evaluation says nothing of it."""
+def test_in_place_layer_in_training_is_detected_after_evaluation():
+    """In-place dropout writes in training only, so an earlier evaluation proves nothing."""
     stage = stage_of(nn.Dropout(0.5, inplace=True))
     boundary = torch.ones(64)
     with evaluation_mode([stage]):
@@ -114,7 +115,7 @@ def test_training_and_evaluation_are_told_apart():
     assert boundary.tolist() == [1.0] * 64
 
 
-def test_each_layer_draws_under_its_own_key():
+def test_each_layer_draws_with_its_own_key():
     stage = stage_of(Apply(lambda x: x + torch.rand(())), Apply(lambda x: x + torch.rand(())))
     expected = 0.0
     for key in (100, 101):
@@ -124,7 +125,7 @@ def test_each_layer_draws_under_its_own_key():
     assert out.item() == pytest.approx(expected, abs=1e-7)
 
 
-def test_names_are_global_and_shared_parameters_come_once():
+def test_names_are_global_and_shared_parameters_are_listed_once():
     inner = nn.Linear(2, 2)
     stage = stage_of(nn.Sequential(inner, nn.ReLU(), inner), nn.BatchNorm1d(2), first=5)
     assert list(stage.named_parameters()) == [
@@ -136,14 +137,14 @@ def test_names_are_global_and_shared_parameters_come_once():
     assert "layers.6.running_mean" in stage.named_buffers()
 
 
-def test_buffers_that_do_not_persist_are_left_out():
+def test_non_persistent_buffers_are_not_listed():
     layer = nn.Identity()
     layer.register_buffer("cache", torch.zeros(1), persistent=False)
     layer.register_buffer("kept", torch.zeros(1))
     assert list(stage_of(layer).named_buffers()) == ["layers.0.kept"]
 
 
-def test_modes_come_back_as_the_user_had_set_them():
+def test_evaluation_mode_restores_training_flags():
     layers = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Dropout()), nn.Linear(1, 1)
     stage = stage_of(*layers)
     with pytest.raises(KeyError), evaluation_mode([stage]):

@@ -1,4 +1,4 @@
-"""Where all ranks meet behind the pipeline: few sums, each exact, and what they carry."""
+"""Collectives at the end of a step: their number, exact results and content."""
 
 from collections import Counter
 
@@ -28,8 +28,8 @@ WAITED = (
 )
 
 
-class Counted:
-    """A group that counts what is asked of it, by the number of its ranks."""
+class CountedGroup:
+    """Wrapper of a group that counts collectives by kind and number of ranks."""
 
     def __init__(self, group, counter):
         self._group, self._counter = group, counter
@@ -46,16 +46,16 @@ class Counted:
         return call
 
 
-def counting(world):
-    """Let a world's groups count; return the counter."""
+def count_collectives(world):
+    """Count the collectives of all groups of a world; return the counter."""
     counter, form = Counter(), world.group
-    world.group = lambda members: Counted(form(members), counter)
-    world.world_group = Counted(world.world_group, counter)
+    world.group = lambda members: CountedGroup(form(members), counter)
+    world.world_group = CountedGroup(world.world_group, counter)
     return counter
 
 
-class Drifting(nn.Module):
-    """Counts samples in a buffer, so replicas drift apart."""
+class CountsSamples(nn.Module):
+    """Layer whose buffer counts samples, so that replicas differ."""
 
     def __init__(self, width):
         super().__init__()
@@ -68,15 +68,15 @@ class Drifting(nn.Module):
 
 
 PLAIN, NORMAL = linears(4), [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.BatchNorm1d, 4)] * 2
-DRIFTING = [LayerSpec(Drifting, 4), *linears(3)]
+DRIFTING = [LayerSpec(CountsSamples, 4), *linears(3)]
 TIED = build_gpt(vocab_size=11, block_size=8, num_layers=2, num_heads=2, width=8, tied=True)
 
 
 def count(layers, stages, replicas, *, max_norm=None, loss=mean_square, data=None, **options):
-    """Return what one step of each rank asks of its groups, once all is known."""
+    """Return for each rank the number of collectives in its third step, by kind and group size."""
 
     def body(world):
-        counter = counting(world)
+        counter = count_collectives(world)
         pipe = Pipeline(
             layers,
             loss,
@@ -101,8 +101,8 @@ def count(layers, stages, replicas, *, max_norm=None, loss=mean_square, data=Non
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 1), (2, 2)])
-def test_a_step_waits_for_one_sum_and_clipping_for_another(stages, replicas, precision):
-    """A step waited for five: the loss, what was used, overflows, two norms."""
+def test_step_waits_for_one_all_reduce_and_clipping_for_another(stages, replicas, precision):
+    """Regression: a step waited for five: loss, used parameters, overflows and two norms."""
     size, own = stages * replicas, {} if replicas == 1 else {("started", 2): 1}
     options = {"precision": precision}
     for each in count(PLAIN, stages, replicas, **options):
@@ -114,7 +114,7 @@ def test_a_step_waits_for_one_sum_and_clipping_for_another(stages, replicas, pre
         assert each == expected
 
 
-def test_statistics_and_buffers_that_drift_cost_one_sum_of_their_holders_each():
+def test_batch_norm_and_differing_buffers_add_one_all_reduce_each():
     for each in count(NORMAL, 2, 2):
         assert each == {("waited", 4): 1, ("started", 2): 2}
     for rank, each in enumerate(count(DRIFTING, 2, 2)):
@@ -122,14 +122,14 @@ def test_statistics_and_buffers_that_drift_cost_one_sum_of_their_holders_each():
         assert each == {("waited", 4): 1, ("started", 2): 1} | own
 
 
-def test_the_edge_of_a_step_of_training_costs_no_sum_of_its_own(tiny, tmp_path, monkeypatch):
-    """All that `train` tells at a step's edge travels with the loss."""
+def test_trainer_adds_no_collective_at_the_end_of_a_step(tiny, tmp_path, monkeypatch):
+    """All numbers that the trainer reports at the end of a step are sent with the loss."""
     totals = []
     for steps in (3, 7):
         counters = []
 
         def run(config, world, stop, counters=counters):
-            counters.append(counting(world))
+            counters.append(count_collectives(world))
             return run_training(config, world, stop)
 
         monkeypatch.setattr("gpipe_hpc.trainer.loop.run_training", run)
@@ -143,10 +143,10 @@ def test_the_edge_of_a_step_of_training_costs_no_sum_of_its_own(tiny, tmp_path, 
             f"run.dir={tmp_path / str(steps)}",
         )
         totals.append(sum(n for c in counters for (kind, _), n in c.items() if kind == "waited"))
-    assert totals[1] - totals[0] == 4 * 2 * 4  # steps, sums a step, ranks
+    assert totals[1] - totals[0] == 4 * 2 * 4  # steps, collectives per step, ranks
 
 
-def test_what_ranks_tell_all_find_in_sum():
+def test_numbers_reported_by_ranks_are_summarized():
     def body(world):
         pipe = Pipeline(linears(4), mean_square, stages=2, replicas=2, world=world)
         data = batch(8)
@@ -164,8 +164,8 @@ def test_what_ranks_tell_all_find_in_sum():
 
 
 @pytest.mark.parametrize("told", [["a"], 0.5, None])
-def test_what_is_no_list_of_numbers_is_refused(told):
-    """It ended in a ValueError or TypeError of ours, without a word of `tell`."""
+def test_report_that_is_not_a_list_of_numbers_is_refused(told):
+    """Regression: it raised a ValueError or TypeError that did not mention `tell`."""
 
     def body(world):
         pipe = Pipeline(linears(4), mean_square, stages=2, world=world)
@@ -175,7 +175,7 @@ def test_what_is_no_list_of_numbers_is_refused(told):
         run_on_threads(2, body)
 
 
-def test_a_rank_that_tells_too_much_is_told_so():
+def test_report_of_too_many_numbers_is_refused():
     def body(world):
         pipe = Pipeline(linears(4), mean_square, stages=2, world=world)
         pipe.step(*batch(8), lambda: range(9 if world.rank else 1))
@@ -184,8 +184,8 @@ def test_a_rank_that_tells_too_much_is_told_so():
         run_on_threads(2, body)
 
 
-class ElsewhereGroup:
-    """Stands for a group whose ranks compute on another device than the host."""
+class AcceleratorGroup:
+    """Group that records whether each all-reduce runs on the host or on the device."""
 
     def __init__(self, group):
         self._group, self.calls = group, []
@@ -209,18 +209,18 @@ class ElsewhereGroup:
         return self._group.merge_object(value, merge)
 
 
-class Elsewhere(HostDevice):
-    """A device that is not the host's, though its memory is."""
+class FakeAccelerator(HostDevice):
+    """Host device that presents itself as an accelerator."""
 
     is_accelerator = True
 
 
-def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host():
-    """The flags came back from the host in a sum of their own; the times in two more."""
+def test_device_values_are_reduced_on_device_and_others_on_host():
+    """Regression: flags were reduced separately on the host, and times in two more all-reduces."""
 
     def body(world):
-        group = ElsewhereGroup(world.world_group)
-        reduction = StepReduction(2, 3, group, world.rank, Elsewhere())
+        group = AcceleratorGroup(world.world_group)
+        reduction = StepReduction(2, 3, group, world.rank, FakeAccelerator())
         own = {world.rank: LossTerm(torch.tensor(2.0 + world.rank), 4.0)}
         overflows = torch.tensor(float(world.rank), dtype=torch.float64)
         flags = {world.rank, 2}
@@ -233,7 +233,7 @@ def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host():
         assert known.reported.totals[0] == 14.0
 
 
-def test_flags_have_places_of_their_own():
+def test_step_flags_have_separate_positions():
     flags = StepFlags(["a", "b"], [0, 3, 2])
     assert flags.size == StepFlags.NUM_COMMON + 2 + 3 + 2
     used = flags.of_use(["b", "a"], [True, False])
@@ -245,8 +245,8 @@ def test_flags_have_places_of_their_own():
     assert flags.buffers(2, united) == [True, False]
 
 
-def test_replicas_that_train_apart_unite_flags_within_a_pipeline():
-    """Only that a rank trains other parameters than before concerns the others."""
+def test_local_sgd_combines_flags_within_each_replica():
+    """Between replicas, only the flag that the trained parameters have changed is combined."""
 
     def body(world):
         replica = world.rank // 2
@@ -266,16 +266,16 @@ def test_replicas_that_train_apart_unite_flags_within_a_pipeline():
 
 
 @pytest.mark.parametrize("replicas", [2, 16])
-def test_what_replicas_that_train_apart_send_grows_with_losses_alone(replicas, monkeypatch):
-    """Each replica had flags of its own in the sum over all: 2.5 MB a step of 1,024 replicas."""
+def test_local_sgd_reduction_has_no_flags_of_single_replicas(replicas, monkeypatch):
+    """Regression: each replica had its own flags in the sum: 2.5 MB per step of 1,024 replicas."""
     lengths, all_reduce_hierarchical = [], StepReduction._all_reduce_host
     slots = replicas * 4 * NUM_REPORTED
 
-    def seen(self, flat):
+    def record_length(self, flat):
         lengths.append(len(flat))
         all_reduce_hierarchical(self, flat)
 
-    monkeypatch.setattr(StepReduction, "_all_reduce_host", seen)
+    monkeypatch.setattr(StepReduction, "_all_reduce_host", record_length)
 
     def body(world):
         outer = {"every": 2}
@@ -288,12 +288,12 @@ def test_what_replicas_that_train_apart_send_grows_with_losses_alone(replicas, m
         return [p.grad is not None for p in pipe.parameters()]
 
     assert all(map(all, run_on_threads(replicas, body)))
-    # Two terms for each micro-batch, digests, overflows; new rows, and the common flags.
+    # Terms of micro-batches, digests, overflows, number of new rows, common flags, rank slots.
     assert set(lengths) == {2 * replicas + 4 + 1 + 1 + StepFlags.NUM_COMMON + slots}
 
 
-def test_a_tied_parameter_adds_its_own_reduction_alone():
-    """What of it was used was united in a sum of its own over all that hold it."""
+def test_tied_parameter_adds_only_its_own_reduction():
+    """Regression: a further all-reduce combined whether any of its ranks had used it."""
     data = token_batch(vocabulary=11)
     for each in count(TIED, 2, 2, loss=token_cross_entropy, data=data):
         assert each == {("waited", 4): 1, ("started", 2): 1, ("started", 4): 1}

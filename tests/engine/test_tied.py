@@ -1,4 +1,4 @@
-"""Tied weights: copies on several stages train as the one parameter of the plain model."""
+"""Tied weights: copies on several stages train as one parameter of the plain model."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain(num_microbatches: int) -> tuple[list[tuple[float, float]], list[nn.Parameter]]:
-    """Train the model in one piece, its head using the embedding's matrix."""
+    """Train the plain model, whose head uses the embedding's matrix."""
     layers = [build_layer(as_double(s), index=i, seed=SEED) for i, s in enumerate(SPECS)]
     layers[-1].weight = layers[0].token.weight
     parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
@@ -72,9 +72,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("stages", "replicas", "microbatches", "schedule", "options", "recompute"), CASES
 )
-def test_tied_gpt_trains_as_the_plain_one(
-    stages, replicas, microbatches, schedule, options, recompute
-):
+def test_tied_gpt_trains_as_plain_gpt(stages, replicas, microbatches, schedule, options, recompute):
     inputs, targets = batch()
 
     def body(world):
@@ -105,7 +103,7 @@ def test_tied_gpt_trains_as_the_plain_one(
     merged: dict[str, torch.Tensor] = {}
     for _, weights, _ in results:
         for name, value in weights.items():
-            # Every copy of a parameter, tied or replicated, is the same to the last bit.
+            # All copies of a parameter, tied or replicated, are bitwise equal.
             assert torch.equal(merged.setdefault(name, value), value), name
     names = results[0][2]
     assert len(names) == len(parameters)
@@ -136,8 +134,8 @@ def test_built_layers_that_share_a_parameter_are_tied(tmp_path):
         torch.testing.assert_close(gradients[rank]["layers.0.weight"], weight.grad)
 
 
-def test_ties_of_the_same_ranks_share_a_group_and_each_is_summed_by_itself():
-    """Each tie had a group of its own: over Gloo as many connections between the same ranks."""
+def test_ties_between_the_same_ranks_share_one_group():
+    """Regression: each tie had its own group, with its own Gloo connections between the ranks."""
     data = torch.randn(8, 4, dtype=torch.float64)
 
     def train(stages: int, tied: tuple[str, ...]) -> tuple[int, dict[str, list[float]]]:

@@ -1,4 +1,4 @@
-"""Our tables in torch.distributed.pipelining's own runtime, and its tables in ours."""
+"""Our schedule tables in the runtime of torch.distributed.pipelining, and its tables in ours."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.support import batch, mean_square
 
 SEED, WIDTH, M = 3, 6, 4
 OPTIONS = {"hanayo": {"waves": 1}}
-# All whose stages have one copy; of recomputation torch knows nothing.
+# All schedules with one copy of each stage. torch has no recomputation.
 NAMES = [
     "gpipe",
     "one_f_one_b",
@@ -47,8 +47,8 @@ def bare_table(name, microbatches=M):
     return build(name, ranks=2, microbatches=microbatches, **OPTIONS.get(name, {}))
 
 
-def in_torchs_runtime(table, path, form):
-    """Train one step in torch's runtime; return loss and gradients of this rank's parameters."""
+def run_in_torch(table, path, form):
+    """Train one step in torch's runtime; return losses and gradients of this rank's parameters."""
     rank = dist.get_rank()
     per_stage = len(SPECS) // table.num_stages
     stages = []
@@ -76,7 +76,7 @@ def in_torchs_runtime(table, path, form):
     return [loss.item() for loss in losses], gradients
 
 
-def in_ours(table, world=None):
+def run_in_gpipe_hpc(table, world=None):
     pipe = Pipeline(
         SPECS,
         mean_square,
@@ -92,10 +92,10 @@ def in_ours(table, world=None):
     return result.microbatch_losses, {name: p.grad for name, p in pipe.named_parameters()}
 
 
-def test_our_tables_in_torchs_runtime_give_our_gradients(processes, tmp_path):
-    """Bare tables, and lowered ones as they are.
+def test_our_tables_give_same_gradients_in_torch_runtime(processes, tmp_path):
+    """Runs bare tables and lowered tables.
 
-    Torch's runtime has no tags: it takes only tables that post in the order of the sends.
+    Torch's runtime has no tags, so it accepts only tables that post receives in the order of sends.
     """
 
     def body(rank):
@@ -103,9 +103,9 @@ def test_our_tables_in_torchs_runtime_give_our_gradients(processes, tmp_path):
         for name in NAMES:
             bare = bare_table(name)
             forms = {"compute_only": bare, "compute_comms": lower(bare)}
-            ours = in_ours(bare)
+            ours = run_in_gpipe_hpc(bare)
             for form, table in forms.items():
-                theirs = in_torchs_runtime(table, tmp_path / f"{name}_{form}_{rank}.csv", form)
+                theirs = run_in_torch(table, tmp_path / f"{name}_{form}_{rank}.csv", form)
                 results.append((name, form, ours, theirs))
         return results
 
@@ -122,8 +122,8 @@ def test_our_tables_in_torchs_runtime_give_our_gradients(processes, tmp_path):
         assert len(seen) == 4 * 4, "the gradient of every parameter was compared"
 
 
-class Calculator:
-    """The numbers of a torch schedule that its table needs; nothing of its stages."""
+class TableOnlySchedule:
+    """A torch schedule with only the attributes from which its table is computed."""
 
     def __new__(cls, kind, stages_per_rank, microbatches):
         schedule = object.__new__(kind)
@@ -137,8 +137,8 @@ class Calculator:
         return schedule
 
 
-def torchs_text(kind, stages_per_rank=2):
-    schedule = Calculator(kind, stages_per_rank, M)
+def torch_table_text(kind, stages_per_rank=2):
+    schedule = TableOnlySchedule(kind, stages_per_rank, M)
     rows = []
     for rank in range(2):
         actions = schedule._calculate_single_rank_operations(rank)
@@ -157,24 +157,24 @@ def torchs_text(kind, stages_per_rank=2):
         theirs.ScheduleDualPipeV,
     ],
 )
-def test_torchs_tables_train_in_ours(kind):
-    """Loaded from its text, checked, lowered by us, run: the gradients of one process."""
-    table = from_text(torchs_text(kind), name=kind.__name__)
+def test_torch_tables_train_in_our_runtime(kind):
+    """The table is loaded from text, checked and lowered; gradients equal those of one process."""
+    table = from_text(torch_table_text(kind), name=kind.__name__)
     check(table)
     model = nn.Sequential(*(build_layer(s, index=i, seed=SEED) for i, s in enumerate(SPECS)))
     inputs, targets = batch(width=WIDTH, dtype=torch.float64)
     mean_square(model(inputs), targets).backward()
     expected = {f"layers.{name}": p.grad for name, p in model.named_parameters()}
     compared = set()
-    for _, gradients in run_on_threads(2, lambda world: in_ours(table, world)):
+    for _, gradients in run_on_threads(2, lambda world: run_in_gpipe_hpc(table, world)):
         for name, gradient in gradients.items():
             assert (gradient - expected[name]).abs().max() < 1e-10
             compared.add(name)
     assert compared == expected.keys()
 
 
-def test_torchs_lowered_tables_train_in_ours(processes, tmp_path):
-    """With its own sends and receives: dumped by torch in the form that it runs."""
+def test_lowered_torch_tables_train_in_our_runtime(processes, tmp_path):
+    """The table contains torch's own sends and receives, as dumped by torch."""
 
     def body(rank):
         path = tmp_path / f"dumped{rank}.csv"
@@ -184,14 +184,14 @@ def test_torchs_lowered_tables_train_in_ours(processes, tmp_path):
         theirs.ScheduleZBVZeroBubble(stages, M, mean_square)._dump_csv(str(path))
         text = path.read_text()
         assert "SEND_F" in text
-        # Torch leaves sharding to FSDP: cells of no meaning here.
+        # Actions for FSDP sharding have no meaning here.
         lines = [
             ",".join(c for c in line.split(",") if "SHARD" not in c) for line in text.split("\n")
         ]
         table = from_text("\n".join(lines), name="torch's")
         check(table)
         assert table.is_lowered
-        return in_ours(table), in_ours(bare_table("zb_v"))
+        return run_in_gpipe_hpc(table), run_in_gpipe_hpc(bare_table("zb_v"))
 
     for theirs_run, ours in processes(2, body, tmp_path):
         assert theirs_run[0] == ours[0]
@@ -201,8 +201,8 @@ def test_torchs_lowered_tables_train_in_ours(processes, tmp_path):
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
-def test_torchs_1f1b_table_is_refused(microbatches):
-    """Its table never runs the first forward of the last rank; a hand-written loop runs instead."""
+def test_torch_1f1b_table_is_refused(microbatches):
+    """The table lacks the last rank's first forward; torch runs a hand-written loop instead."""
     schedule = object.__new__(theirs.Schedule1F1B)
     schedule.rank, schedule.pp_group_size, schedule._num_stages = 0, 2, 2
     schedule._n_microbatches = microbatches

@@ -1,4 +1,4 @@
-"""What is trained: all ranks that hold a parameter agree on it, or all are told by name."""
+"""Trainable parameters: ranks that hold a parameter must agree, otherwise all raise an error."""
 
 import pytest
 import torch
@@ -44,8 +44,8 @@ def step(pipe, dtype=torch.float64):
     return pipe.step(inputs[part], targets[part])
 
 
-def refused(world, stages, outer, name, *, frozen_in_step, is_tied=False):
-    """Freeze a parameter on one rank, ahead of the first step or of the second."""
+def assert_refused(world, stages, outer, name, *, frozen_in_step, is_tied=False):
+    """Freeze a parameter on the last rank before the first or second step; assert an error."""
     pipe = make(world, stages, outer, is_tied=is_tied)
     if outer.get("shard", "none") != "none":
         pipe.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -72,26 +72,28 @@ OUTERS = [
 
 @pytest.mark.parametrize("frozen_in_step", [1, 2])
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
-def test_a_parameter_that_one_replica_freezes_is_refused_on_all(outer, frozen_in_step):
+def test_parameter_frozen_on_one_replica_is_refused_on_all_ranks(outer, frozen_in_step):
     def body(world):
-        return refused(world, 1, outer, "layers.1.weight", frozen_in_step=frozen_in_step)
+        return assert_refused(world, 1, outer, "layers.1.weight", frozen_in_step=frozen_in_step)
 
     assert run_on_threads(2, body, timeout_s=10) == ["refused"] * 2
 
 
 @pytest.mark.parametrize("frozen_in_step", [1, 2])
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (2, 1), (4, 2)])
-def test_a_tied_parameter_that_one_rank_freezes_is_refused_on_all(ranks, stages, frozen_in_step):
+def test_tied_parameter_frozen_on_one_rank_is_refused_on_all_ranks(ranks, stages, frozen_in_step):
     def body(world):
         named = {"frozen_in_step": frozen_in_step, "is_tied": True}
-        return refused(world, stages, {}, "layers.0.weight", **named)
+        return assert_refused(world, stages, {}, "layers.0.weight", **named)
 
     assert run_on_threads(ranks, body, timeout_s=10) == ["refused"] * ranks
 
 
 @pytest.mark.parametrize("frozen_in_step", [1, 2])
-def test_gloo_does_not_end_the_processes(processes, tmp_path, frozen_in_step):
-    """Of unequal sizes: it kills a process that gets more than it expects."""
+def test_parameter_frozen_in_one_process_raises_error_over_gloo(
+    processes, tmp_path, frozen_in_step
+):
+    """Gloo ends a process that receives more bytes than it expects."""
 
     def body(rank):
         world, found = start_world(timeout_s=30), []
@@ -108,8 +110,10 @@ def test_gloo_does_not_end_the_processes(processes, tmp_path, frozen_in_step):
             found.append(str(error))
         return found
 
-    told = processes(2, body, tmp_path)
-    assert told[0] == told[1] and "layers.1.weight: expected each parameter" in told[0][0]
+    messages = processes(2, body, tmp_path)
+    assert (
+        messages[0] == messages[1] and "layers.1.weight: expected each parameter" in messages[0][0]
+    )
 
 
 SWITCHES = {
@@ -120,19 +124,19 @@ SWITCHES = {
 }
 
 
-def switch(pipe, at):
+def switch_trainable(pipe, at):
     for name, parameter in pipe.named_parameters():
         if name in SWITCHES.get(at, ()):
             parameter.requires_grad_(not parameter.requires_grad)
 
 
-def switching(world, stages, outer, **options):
-    """Train while parameters are frozen and unfrozen; return gradients and weights."""
+def train_switching(world, stages, outer, **options):
+    """Train while parameters are frozen and unfrozen; return results, gradients and weights."""
     pipe = make(world, stages, outer, is_tied=True, **options)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
     found = []
     for at in range(7):
-        switch(pipe, at)
+        switch_trainable(pipe, at)
         result = step(pipe, options.get("dtype", torch.float64))
         optimizer.step()
         named = dict(pipe.named_parameters())
@@ -144,13 +148,11 @@ def switching(world, stages, outer, **options):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
-def test_parameters_frozen_and_unfrozen_between_steps_train_as_in_one_process(
-    ranks, stages, overlap
-):
-    """In the step of a change already: what was unfrozen is summed behind the meeting."""
+def test_freezing_between_steps_trains_as_in_one_process(ranks, stages, overlap):
+    """Also in the step of the change: gradients of unfrozen parameters are reduced at its end."""
     outer = {"bucket_bytes": 200, "overlap": overlap}
-    alone = run_on_threads(1, lambda world: switching(world, 1, {}))[0]
-    for rank in run_on_threads(ranks, lambda world: switching(world, stages, outer)):
+    alone = run_on_threads(1, lambda world: train_switching(world, 1, {}))[0]
+    for rank in run_on_threads(ranks, lambda world: train_switching(world, stages, outer)):
         for (loss, _, gradients, weights), (other, _, wanted, others) in zip(
             rank, alone, strict=True
         ):
@@ -162,7 +164,7 @@ def test_parameters_frozen_and_unfrozen_between_steps_train_as_in_one_process(
                 torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-12)
 
 
-def test_an_overflow_in_a_gradient_that_is_summed_late_skips_the_step_on_all():
+def test_overflow_in_gradient_reduced_late_skips_step_on_all_ranks():
     def overflow(world):
         options = {"dtype": torch.float32, "precision": "float16"}
         pipe = make(world, 1, is_tied=True, **options)
@@ -181,8 +183,8 @@ def test_an_overflow_in_a_gradient_that_is_summed_late_skips_the_step_on_all():
         assert found[1] == (True, True) and found[2] == (True, True)
 
 
-def test_a_parameter_of_another_dtype_than_at_the_start_is_refused_by_name():
-    """It was torch's own error, from the midst of a step."""
+def test_parameter_with_changed_dtype_is_refused_by_name():
+    """Regression: torch raised its own error in the middle of a step."""
 
     def body(world):
         pipe = make(world, 1)
@@ -195,7 +197,7 @@ def test_a_parameter_of_another_dtype_than_at_the_start_is_refused_by_name():
     run_on_threads(2, body)
 
 
-def test_memory_of_a_parameter_that_was_exchanged_is_trained_where_it_can_be():
+def test_replaced_parameter_storage_trains_as_before():
     def body(world, exchanges):
         pipe = make(world, 1)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -211,8 +213,8 @@ def test_memory_of_a_parameter_that_was_exchanged_is_trained_where_it_can_be():
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_memory_that_was_exchanged_under_flat_shards_is_refused_by_name():
-    """Parts were gathered into a buffer that nobody read: replicas went apart without a word."""
+def test_replaced_parameter_storage_with_flat_shards_is_refused():
+    """Regression: shards were gathered into an unused buffer, so replicas silently differed."""
 
     def body(world):
         pipe = make(world, 1, {"shard": "flat"})
@@ -226,8 +228,8 @@ def test_memory_that_was_exchanged_under_flat_shards_is_refused_by_name():
     run_on_threads(2, body)
 
 
-def test_memory_that_was_exchanged_under_oss_is_broadcast(processes, tmp_path):
-    """Its buffers were broadcast, which the parameters had left: replicas went apart."""
+def test_replaced_parameter_storage_with_oss_trains_as_before(processes, tmp_path):
+    """Regression: buffers that parameters no longer used were broadcast, so replicas differed."""
 
     def body(rank):
         world, found = start_world(), []

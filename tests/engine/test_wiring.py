@@ -1,4 +1,4 @@
-"""How the ranks of a mesh are connected."""
+"""Connections between the ranks of a mesh."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SOME = (0, 1, 7, 16 * 20 + 15, 1023)
 
 
 class OneRank:
-    """A rank of a world that is not there; it notes what it opens."""
+    """World of which only one rank exists; it records the channels that it opens."""
 
     size = MESH.size
     device = HostDevice()
@@ -36,10 +36,11 @@ class OneRank:
         self.channels = channels
 
 
-def test_a_rank_has_few_queues_whatever_the_schedule_and_the_number_of_replicas():
-    """16 stages x 64 replicas would have formed up to 15,360, each after a sum of the world.
+def test_rank_has_few_queues_with_any_schedule_and_many_replicas():
+    """Regression: 16 stages x 64 replicas formed up to 15,360 queues, one after the other.
 
-    Two neighbours, one queue each way. Beside the hole of a row stand all that fill it.
+    A rank has two neighbours and one queue in each direction. With partial replicas, the neighbours
+    are all ranks that hold the next or previous stage.
     """
     for variant in VARIANTS:
         name, options = variant
@@ -64,16 +65,16 @@ def test_a_rank_has_few_queues_whatever_the_schedule_and_the_number_of_replicas(
     ],
     ids=lambda options: ", ".join(map(str, options)),
 )
-def test_no_group_sums_for_the_first_time_within_a_step(monkeypatch, options):
-    """That of BatchNorm did, within a forward: it takes an accelerator seconds to connect ranks."""
+def test_no_group_runs_its_first_collective_within_a_step(monkeypatch, options):
+    """Regression: batch norm's group did; on an accelerator it takes seconds to connect ranks."""
     called: list[ThreadGroup] = []
     collective = ThreadGroup._collective
 
-    def noted(group, tensor, result):
+    def record_group(group, tensor, result):
         called.append(group)
         return collective(group, tensor, result)
 
-    monkeypatch.setattr(ThreadGroup, "_collective", noted)
+    monkeypatch.setattr(ThreadGroup, "_collective", record_group)
 
     def body(world):
         layer = LayerSpec(nn.Linear, 4, 4)
