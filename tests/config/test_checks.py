@@ -1,4 +1,4 @@
-"""What the checks of all settings refuse and in which words, what only warns."""
+"""Checks of composed settings: which raise an error, which only warn, and the messages."""
 
 import re
 
@@ -56,14 +56,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("override", "message"), REFUSED, ids=[each[0] for each in REFUSED])
-def test_settings_that_cannot_work_are_refused_by_name(override, message):
+def test_invalid_setting_is_rejected_by_name(override, message):
     config = compose_config([override])
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_config(config, world_size=2)
 
 
 @pytest.mark.parametrize("override", ["data.paths=[]", "data.dtype=int8"])
-def test_text_settings_are_checked(override):
+def test_invalid_text_data_setting_is_rejected(override):
     config = compose_config(["data=text", "data.paths=[a.txt]", override])
     with pytest.raises(ConfigError, match=override.split("=")[0]):
         check_config(config, world_size=2)
@@ -75,11 +75,11 @@ def test_text_settings_are_checked(override):
         (["pipeline.stages=2", "pipeline.replicas=2"], 4),
         (["pipeline.replicas=2"], 8),
         (["pipeline.partition=[3,8]"], 2),
-        (["pipeline.partition=[3,3,3,2]"], 2),  # two stages a rank
+        (["pipeline.partition=[3,3,3,2]"], 2),  # two stages per rank
         (["train.steps=0", "train.clip_norm=null"], 1),
     ],
 )
-def test_settings_that_work_pass(overrides, world_size):
+def test_valid_settings_pass_without_warnings(overrides, world_size):
     assert check_config(compose_config(overrides), world_size) == []
 
 
@@ -97,7 +97,7 @@ def test_settings_that_work_pass(overrides, world_size):
         ),
     ],
 )
-def test_doubtful_settings_warn(overrides, words):
+def test_doubtful_setting_gives_one_warning(overrides, words):
     (warning,) = check_config(compose_config(overrides), world_size=2)
     assert words in warning
 
@@ -116,14 +116,14 @@ def test_doubtful_settings_warn(overrides, words):
         ("train.log_every=0", "at least 1"),
     ],
 )
-def test_numbers_that_fit_no_clock_or_integer_are_refused(override, expected):
-    """A time-out of 1e300 s became an OverflowError in the middle of the start."""
+def test_number_out_of_range_is_rejected(override, expected):
+    """Regression: a timeout of 1e300 s caused an OverflowError during start-up."""
     with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*{expected}"):
         check_config(compose_config([override]), 1)
 
 
-def test_whole_numbers_without_a_range_fit_an_integer_of_torch():
-    """Data hashed with a seed of 31 digits ended in NumPy's OverflowError."""
+def test_integer_without_a_range_must_fit_in_64_bits():
+    """Regression: a data seed of 31 digits ended in NumPy's OverflowError."""
     words = ["model=mlp", "data=synthetic_vectors", "data.seed=-1000000000000000000000"]
     with pytest.raises(
         ConfigError, match=r"bad data\.seed, expected .*9223372036854775807, got -1"
@@ -141,8 +141,8 @@ def test_whole_numbers_without_a_range_fit_an_integer_of_torch():
         (("model=resnet_small", "data=digits", "model.in_channels=3"), r"in_channels, expected da"),
     ],
 )
-def test_sizes_of_a_model_of_ours_are_those_of_the_data(words, message):
-    """Classes beyond the outputs were told in the first step, by an action of the table."""
+def test_sizes_of_a_built_in_model_must_match_the_data(words, message):
+    """Regression: classes beyond the outputs were reported as a failed action of the first step."""
     with pytest.raises(ConfigError, match=message):
         check_config(compose_config(words), 1)
 
@@ -154,7 +154,7 @@ def test_sizes_of_a_model_of_ours_are_those_of_the_data(words, message):
         ("model=resnet_small", "data=digits", "loss={_target_:my.loss}"),
     ],
 )
-def test_one_output_may_say_yes_or_no(words):
+def test_single_output_is_allowed_for_masks_or_an_own_loss(words):
     words = [*words, "model.num_classes=1"]
     assert check_config(compose_config(words), 1) == []
 
@@ -162,7 +162,7 @@ def test_one_output_may_say_yes_or_no(words):
 @pytest.mark.parametrize(
     ("steps", "every", "nearest", "longer"), [(10, 4, 5, 12), (7, 2, 1, 8), (7, 5, 7, 10)]
 )
-def test_local_sgd_ends_with_an_outer_step(steps, every, nearest, longer):
+def test_local_sgd_must_end_with_an_outer_step(steps, every, nearest, longer):
     settings = ["outer=local_sgd", f"outer.every={every}", "pipeline.replicas=2"]
     with pytest.raises(ConfigError, match=f"set outer.every={nearest} or train.steps={longer}"):
         check_config(compose_config([*settings, f"train.steps={steps}"]), 2)

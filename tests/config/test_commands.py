@@ -1,4 +1,4 @@
-"""From the command line to the exit code, and sweeps (-m) of the commands."""
+"""Commands, from the command line to the exit code, and sweeps (-m)."""
 
 import os
 import shutil
@@ -18,8 +18,8 @@ from tests.support import losses
 
 
 @pytest.fixture
-def say(monkeypatch, tmp_path):
-    """Return a function that sets the command line; the working directory is an empty folder."""
+def set_argv(monkeypatch, tmp_path):
+    """Return a function that sets `sys.argv`; the working directory is an empty folder."""
     monkeypatch.chdir(tmp_path)
     return lambda *words: monkeypatch.setattr(sys, "argv", ["prog", *words])
 
@@ -30,8 +30,8 @@ def exit_code(main, *arguments):
     return left.value.code
 
 
-def test_what_a_checkout_tells_hydra_is_heeded(say, monkeypatch, tmp_path):
-    """The shorter way, for one job alone, passed over a `hydra:` section that somebody edits."""
+def test_edited_hydra_section_is_applied(set_argv, monkeypatch, tmp_path):
+    """Regression: the fast path for a single job ignored an edited `hydra:` section."""
     assert not commands._concerns_hydra(["pipeline.stages=3"]), "the package's own takes it"
     shutil.copytree(conf_dir(), tmp_path / "conf")
     own = tmp_path / "conf" / "config.yaml"
@@ -40,15 +40,15 @@ def test_what_a_checkout_tells_hydra_is_heeded(say, monkeypatch, tmp_path):
     assert own.read_text() != text
     monkeypatch.setattr(commands, "conf_dir", lambda: tmp_path / "conf")
     seen = []
-    say("pipeline.stages=3")
+    set_argv("pipeline.stages=3")
     assert run_jobs(lambda job: seen.append(os.environ.get("TOLD")) or 0, "train") == 0
     assert seen == ["1"]
     own.write_text("hydra: [")
     assert commands._concerns_hydra(["pipeline.stages=3"]), "it says what is no YAML"
 
 
-def test_one_job_has_no_number(say):
-    say("pipeline.stages=3")
+def test_single_job_has_no_number(set_argv):
+    set_argv("pipeline.stages=3")
     seen = []
     assert run_jobs(lambda job: seen.append(job) or 7, "train") == 7
     assert [(job.config.pipeline.stages, job.number) for job in seen] == [(3, None)]
@@ -62,24 +62,24 @@ def test_one_job_has_no_number(say):
         ["run.dir=runs/${train.steps}", "pipeline.partition=[5,6]", "train.steps=7"],
     ],
 )
-def test_one_job_has_the_settings_that_hydras_command_line_gives(say, words):
-    """Which composes all of them twice, so it is asked only for what Hydra alone does."""
+def test_single_job_has_the_same_settings_with_and_without_hydra(set_argv, words):
+    """Hydra composes settings twice, so a single job uses it only for Hydra's own features."""
     found = []
     for more in ([], ["hydra.verbose=false"]):
-        say(*words, *more)
+        set_argv(*words, *more)
         assert run_jobs(lambda job: found.append(job) or 0, "train") == 0
     alone, by_hydra = found
     assert alone == by_hydra and alone.words == tuple(words)
 
 
-def test_where_hydra_has_nothing_else_to_do_settings_are_composed_once(say, monkeypatch):
+def test_single_job_does_not_run_hydra_main(set_argv, monkeypatch):
     monkeypatch.delattr(commands.hydra, "main")
-    say("train.steps=7")
+    set_argv("train.steps=7")
     assert run_jobs(lambda job: job.config.train.steps, "train") == 7
 
 
-def test_settings_of_another_folder_may_tell_hydra_more(say, monkeypatch, tmp_path):
-    """As it is done there for a job of a sweep, too."""
+def test_hydra_section_of_another_conf_folder_is_applied(set_argv, monkeypatch, tmp_path):
+    """As for the jobs of a sweep."""
     shutil.copytree(conf_dir(), tmp_path / "conf")
     path = tmp_path / "conf" / "config.yaml"
     text = path.read_text("utf-8")
@@ -87,12 +87,12 @@ def test_settings_of_another_folder_may_tell_hydra_more(say, monkeypatch, tmp_pa
     own = "    chdir: false\n    env_set:\n      GPIPE_HPC_NEW: x\n"
     path.write_text(text.replace("    chdir: false\n", own), "utf-8")
     monkeypatch.setenv("GPIPE_HPC_CONF", str(tmp_path / "conf"))
-    say("train.steps=7")
+    set_argv("train.steps=7")
     assert run_jobs(lambda job: int(os.environ["GPIPE_HPC_NEW"] == "x"), "train") == 1
 
 
-def test_a_sweep_runs_every_job_and_leaves_nothing_behind(say, tmp_path):
-    say("-m", "pipeline.stages=1,2", "train.steps=5")
+def test_sweep_runs_every_job_and_leaves_no_files(set_argv, tmp_path):
+    set_argv("-m", "pipeline.stages=1,2", "train.steps=5")
     seen = []
     assert run_jobs(lambda job: seen.append(job) or 0, "train") == 0
     assert [(job.config.pipeline.stages, job.number) for job in seen] == [(1, 1), (2, 2)]
@@ -100,39 +100,41 @@ def test_a_sweep_runs_every_job_and_leaves_nothing_behind(say, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_job_that_fails_is_told_and_the_others_run(say, capsys):
+def test_failed_job_is_reported_and_the_others_run(set_argv, capsys):
     def task(job):
         if job.config.pipeline.stages == 2:
             raise ValueError("broken")
         return {1: 0, 3: 3, 4: 0}[job.config.pipeline.stages]
 
-    say("-m", "pipeline.stages=1,2,3,4", "train.steps=5")
+    set_argv("-m", "pipeline.stages=1,2,3,4", "train.steps=5")
     assert run_jobs(task, "train") == 1
-    told = capsys.readouterr().err
-    assert "job 4 of 4 (pipeline.stages=4)" in told and "ValueError: broken" in told
-    assert "job 2 of 4 (pipeline.stages=2) ended with exit code 1" in told
-    assert "job 3 of 4 (pipeline.stages=3) ended with exit code 3" in told
+    errors = capsys.readouterr().err
+    assert "job 4 of 4 (pipeline.stages=4)" in errors and "ValueError: broken" in errors
+    assert "job 2 of 4 (pipeline.stages=2) ended with exit code 1" in errors
+    assert "job 3 of 4 (pipeline.stages=3) ended with exit code 3" in errors
 
 
-def test_jobs_that_would_write_over_one_another_are_refused_before_any_runs(say, capsys):
-    say("-m", "optimizer.lr=1,2", "run.dir=one")
+def test_sweep_with_a_shared_output_folder_is_rejected(set_argv, capsys):
+    set_argv("-m", "optimizer.lr=1,2", "run.dir=one")
     assert run_jobs(pytest.fail, "train", unshared="run.dir") == 2
     assert "bad run.dir, expected another for each of the 2 jobs" in capsys.readouterr().err
-    say("-m", "optimizer.lr=1,2", "run.dir=in_${optimizer.lr}")
+    set_argv("-m", "optimizer.lr=1,2", "run.dir=in_${optimizer.lr}")
     assert run_jobs(lambda job: 0, "train", unshared="run.dir") == 0
 
 
 @pytest.mark.parametrize("words", [["train.step=1"], ["-m", "train.steps=1,x"], ["model=none"]])
-def test_what_cannot_be_composed_ends_with_code_2(say, words):
-    say(*words)
+def test_composition_error_exits_with_code_2(set_argv, words):
+    set_argv(*words)
     assert run_jobs(pytest.fail, "train") == 2
 
 
-def test_jobs_have_the_environment_that_hydra_is_told_to_set(say, monkeypatch):
+def test_hydra_env_set_applies_during_jobs_only(set_argv, monkeypatch):
     monkeypatch.setenv("GPIPE_HPC_KEPT", "before")
     monkeypatch.delenv("GPIPE_HPC_NEW", raising=False)
     for words, names in ([[], [1]], [["-m", "train.steps=1,2"], [1, 2]]):
-        say(*words, "+hydra.job.env_set.GPIPE_HPC_KEPT=x", "+hydra.job.env_set.GPIPE_HPC_NEW=7")
+        set_argv(
+            *words, "+hydra.job.env_set.GPIPE_HPC_KEPT=x", "+hydra.job.env_set.GPIPE_HPC_NEW=7"
+        )
         seen = []
 
         def task(job, seen=seen):
@@ -144,25 +146,25 @@ def test_jobs_have_the_environment_that_hydra_is_told_to_set(say, monkeypatch):
         assert os.environ["GPIPE_HPC_KEPT"] == "before" and "GPIPE_HPC_NEW" not in os.environ
 
 
-def test_what_hydra_would_do_around_a_job_is_refused(say, capsys):
-    say("hydra.job.chdir=true")
+def test_hydra_chdir_is_rejected(set_argv, capsys):
+    set_argv("hydra.job.chdir=true")
     assert run_jobs(pytest.fail, "train") == 2
     assert "bad hydra.job.chdir, expected false" in capsys.readouterr().err
 
 
-def test_two_spellings_of_one_folder_are_one(say):
-    say("-m", "run.dir=runs/a,runs/../runs/a")
+def test_two_spellings_of_one_output_folder_are_rejected(set_argv):
+    set_argv("-m", "run.dir=runs/a,runs/../runs/a")
     assert run_jobs(pytest.fail, "train", unshared="run.dir") == 2
 
 
-def test_a_sweep_of_which_one_job_cannot_work_is_refused_whole(say):
-    say("-m", "data=python_source,synthetic_vectors")
+def test_sweep_with_one_invalid_job_runs_no_job(set_argv):
+    set_argv("-m", "data=python_source,synthetic_vectors")
     assert run_jobs(pytest.fail, "train") == 2
 
 
-def test_a_launcher_that_takes_jobs_elsewhere_is_refused(say, monkeypatch, capsys):
+def test_launcher_that_runs_no_job_here_is_rejected(set_argv, monkeypatch, capsys):
     monkeypatch.setattr(commands.hydra, "main", lambda **_: lambda task: lambda: None)
-    say("-m", "pipeline.stages=1,2")
+    set_argv("-m", "pipeline.stages=1,2")
     assert run_jobs(pytest.fail, "train") == 2
     assert "bad hydra/launcher" in capsys.readouterr().err
 
@@ -177,20 +179,18 @@ def test_a_launcher_that_takes_jobs_elsewhere_is_refused(say, monkeypatch, capsy
             ["--multirun"],
         ),
         (["-m", "hydra/launcher=x", "hydra/launcher=basic"], None, ["-m"]),
-        (["hydra/launcher=x"], None, []),  # of one job
+        (["hydra/launcher=x"], None, []),  # a single job
     ],
 )
-def test_the_launcher_of_a_sweep_is_found_and_left_out_where_jobs_are_composed(
-    words, launcher, left
-):
+def test_launcher_overrides_are_found_and_removed(words, launcher, left):
     assert commands._other_launcher(words) == launcher
     assert without_launcher(words) == left
 
 
 @pytest.fixture
-def elsewhere(monkeypatch, tmp_path):
-    """Return a function that stands in for a launcher: it leaves exit codes, and maybe fails."""
-    given = []
+def remote_launcher(monkeypatch, tmp_path):
+    """Return a function that installs a fake launcher, which writes exit codes and may fail."""
+    calls = []
 
     def launch(codes, failure=None):
         first = commands.hydra.main
@@ -201,7 +201,7 @@ def elsewhere(monkeypatch, tmp_path):
                 if not isinstance(task, ChildLauncher):
                     return first(**options)(task)
                 (folder,) = (w.partition("=")[2] for w in sys.argv if "hydra.sweep.dir" in w)
-                given.append(sys.argv)
+                calls.append(sys.argv)
 
                 def call():
                     Path(folder).mkdir(parents=True)
@@ -215,7 +215,7 @@ def elsewhere(monkeypatch, tmp_path):
             return decorate
 
         monkeypatch.setattr(commands.hydra, "main", main)
-        return given
+        return calls
 
     return launch
 
@@ -240,33 +240,35 @@ SWEEP = ("-m", "pipeline.stages=1,2", "hydra/launcher=other", "hydra.launcher.no
         ({}, RuntimeError("no sbatch"), 2, ["ran no job", "RuntimeError: no sbatch"]),
     ],
 )
-def test_jobs_that_run_elsewhere_are_told_of(say, elsewhere, capsys, codes, failure, code, said):
-    (given,) = [elsewhere(codes, failure)]
-    say(*SWEEP)
+def test_exit_codes_of_remote_jobs_are_reported(
+    set_argv, remote_launcher, capsys, codes, failure, code, said
+):
+    (calls,) = [remote_launcher(codes, failure)]
+    set_argv(*SWEEP)
     assert run_jobs(pytest.fail, "train") == code
     errors = capsys.readouterr().err
     assert all(each in errors for each in said)
     assert errors.count("ended") == sum("ended" in each for each in said)
-    assert given[0][1:5] == list(SWEEP)
+    assert calls[0][1:5] == list(SWEEP)
 
 
-def test_a_sweep_elsewhere_is_refused_before_any_job_runs(say, elsewhere, capsys):
-    given = elsewhere({0: 0, 1: 0})
-    say(*SWEEP, "run.dir=runs/same")
+def test_remote_sweep_is_rejected_before_any_job_runs(set_argv, remote_launcher, capsys):
+    calls = remote_launcher({0: 0, 1: 0})
+    set_argv(*SWEEP, "run.dir=runs/same")
     assert run_jobs(pytest.fail, "train", unshared="run.dir") == 2
-    assert "bad run.dir" in capsys.readouterr().err and not given
+    assert "bad run.dir" in capsys.readouterr().err and not calls
 
 
-def test_settings_that_cannot_work_end_with_code_2_other_errors_with_1():
+def test_exit_code_is_2_for_invalid_settings_and_1_for_other_errors():
     assert exit_code_of(ConfigError("a")) == exit_code_of(ScheduleError("b")) == 2
     assert exit_code_of(DataError("c")) == exit_code_of(OSError("d")) == 1
 
 
-def test_what_another_rank_has_refused_ends_with_its_code():
-    """One rank ended with 2 and all others with 1: a script took the run for one that crashed."""
-    told = "rank 1 on vm: train.device: expected one for each rank, got cuda:0 for both"
-    assert exit_code_of(PeerError(told, is_mistake=True)) == 2
-    assert exit_code_of(PeerError(told)) == 1
+def test_peer_error_has_the_exit_code_of_the_failed_rank():
+    """Regression: one rank exited with 2 and all others with 1, which a script took for a crash."""
+    message = "rank 1 on vm: train.device: expected one for each rank, got cuda:0 for both"
+    assert exit_code_of(PeerError(message, is_mistake=True)) == 2
+    assert exit_code_of(PeerError(message)) == 1
 
 
 @pytest.mark.parametrize(
@@ -279,19 +281,19 @@ def test_what_another_rank_has_refused_ends_with_its_code():
         ["checkpoint.resume=nowhere"],
     ],
 )
-def test_training_that_cannot_begin_ends_with_code_2(say, tiny, words):
-    say(*tiny, "run.dir=run", "train.keep_freed_memory=false", *words)
+def test_training_that_cannot_start_exits_with_code_2(set_argv, tiny, words):
+    set_argv(*tiny, "run.dir=run", "train.keep_freed_memory=false", *words)
     assert exit_code(run_command, StopRequest()) == 2
 
 
-def test_drawing_what_cannot_be_drawn_ends_with_code_2(say):
-    say("draw.format=pdf")
+def test_invalid_drawing_settings_exit_with_code_2(set_argv):
+    set_argv("draw.format=pdf")
     assert exit_code(draw) == 2
-    say("-m", "draw.format=text,svg", "draw.out=one")
+    set_argv("-m", "draw.format=text,svg", "draw.out=one")
     assert exit_code(draw) == 2
 
 
-def test_a_signal_ends_a_sweep_and_jobs_without_folders_get_their_own(say, monkeypatch):
+def test_signal_ends_a_sweep_whose_jobs_have_their_own_folders(set_argv, monkeypatch):
     stop, folders = StopRequest(), []
 
     def train(config, world, stop, doubts, words):
@@ -302,18 +304,18 @@ def test_a_signal_ends_a_sweep_and_jobs_without_folders_get_their_own(say, monke
         return 75 if stop.is_requested else 0
 
     monkeypatch.setattr(command, "run_training", train)
-    monkeypatch.setattr(command, "end_soon", sys.exit)  # this process goes on
-    say("-m", "optimizer.lr=1,2,3", "train.keep_freed_memory=false")
+    monkeypatch.setattr(command, "end_soon", sys.exit)  # so that the test process goes on
+    set_argv("-m", "optimizer.lr=1,2,3", "train.keep_freed_memory=false")
     assert exit_code(run_command, stop) == 75
     assert len(folders) == 2 and folders[0].startswith("runs/")
     assert [folder.rpartition("/")[2] for folder in folders] == ["1", "2"]
 
 
 @pytest.mark.parametrize(("is_mistake", "code"), [(True, 2), (False, 75)])
-def test_a_rank_that_is_told_to_end_is_not_queued_again_for_what_another_refused(
-    say, monkeypatch, is_mistake, code
+def test_terminated_rank_keeps_the_exit_code_of_a_peers_user_error(
+    set_argv, monkeypatch, is_mistake, code
 ):
-    """Slurm takes the highest code of all ranks: the others' 75 would have hidden the 2."""
+    """Otherwise Slurm, which takes the highest code of all ranks, would see 75 and requeue."""
     stop = StopRequest()
 
     def train(*_):
@@ -321,13 +323,13 @@ def test_a_rank_that_is_told_to_end_is_not_queued_again_for_what_another_refused
         raise PeerError("rank 1 on vm: what it is", is_mistake=is_mistake)
 
     monkeypatch.setattr(command, "run_training", train)
-    monkeypatch.setattr(command, "end_soon", sys.exit)  # this process goes on
-    say("train.keep_freed_memory=false")
+    monkeypatch.setattr(command, "end_soon", sys.exit)  # so that the test process goes on
+    set_argv("train.keep_freed_memory=false")
     assert exit_code(run_command, stop) == code
 
 
 @pytest.mark.slow
-def test_jobs_of_a_sweep_train_as_they_do_alone(start, tiny, tmp_path):
+def test_sweep_job_trains_like_a_single_run(start, tiny, tmp_path):
     settings = (*tiny, "train.steps=2", "model.dropout=0.1", "lr.warmup_steps=0")
     swept = start("-m", *settings, "optimizer.lr=1e-3,1e-2", "run.dir=of/${optimizer.lr}")
     alone = start(*settings, "optimizer.lr=1e-2", "run.dir=alone")
@@ -338,15 +340,15 @@ def test_jobs_of_a_sweep_train_as_they_do_alone(start, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_under_a_launcher_is_refused(start_ranks, tiny):
-    """Job 2 would take over the connections of job 1, whatever its own settings say of them."""
+def test_sweep_under_a_launcher_is_rejected(start_ranks, tiny):
+    """Otherwise job 2 would reuse the connections of job 1, whatever its own settings."""
     ranks = start_ranks(2, "-m", *tiny, "optimizer.lr=1,2").wait(60)
     assert ranks.codes == [2, 2]
     assert all("the launcher has started 2; launch" in x for x in ranks.outputs)
 
 
 REFERRING = [p for p in sorted(conf_dir().glob("model/*.yaml")) if "${data." in p.read_text()]
-DIFFERENT = ("resnet_small", "gpt", "unet", "vgg16")  # each goes with other data
+DIFFERENT = ("resnet_small", "gpt", "unet", "vgg16")  # each needs other data
 
 
 @pytest.mark.parametrize(
@@ -356,8 +358,8 @@ DIFFERENT = ("resnet_small", "gpt", "unet", "vgg16")  # each goes with other dat
         for path in REFERRING
     ],
 )
-def test_a_model_without_fitting_data_is_told_what_goes_with_it(path):
-    """model=resnet_small was told what goes with an MLP and a VGG."""
+def test_model_without_matching_data_error_names_matching_data(path):
+    """Regression: the error for model=resnet_small named the data of an MLP and a VGG."""
     other = "synthetic" if "data.num_classes" in path.read_text() else "synthetic_vectors"
     with pytest.raises(ConfigError, match=f"model={path.stem} goes with data=") as refusal:
         compose_config([f"model={path.stem}", f"data={other}", "train.steps=1"])
@@ -367,8 +369,8 @@ def test_a_model_without_fitting_data_is_told_what_goes_with_it(path):
         assert named == "digits"
 
 
-def test_an_error_is_called_by_a_name_that_users_know(capsys):
-    """A run said `_LossError: ...`, a name of a file of ours."""
+def test_error_message_has_the_public_class_name(capsys):
+    """Regression: a run printed `_LossError: ...`, a private name."""
 
     class _Inner(ModelError):
         pass
@@ -377,12 +379,12 @@ def test_an_error_is_called_by_a_name_that_users_know(capsys):
     assert capsys.readouterr().err == "gpipe_hpc: ModelError: loss: failed\n"
 
 
-def test_ctrl_c_ends_a_command_in_a_line(say, capsys):
-    """`plan` and `verify` showed where in us they were."""
+def test_keyboard_interrupt_prints_one_line(set_argv, capsys):
+    """Regression: `plan` and `verify` printed an internal traceback."""
 
     def task(job):
         raise KeyboardInterrupt
 
-    say()
+    set_argv()
     assert run_jobs(task, "plan") == 130
     assert capsys.readouterr().err == "\ngpipe_hpc: interrupted\n"

@@ -1,4 +1,4 @@
-"""The settings as they are composed: presets, unknown keys, wrong types, folders of presets."""
+"""Composing settings: presets, unknown keys, wrong types, and folders of presets."""
 
 import json
 import os
@@ -25,8 +25,8 @@ def test_defaults_compose_and_pass_all_checks():
     assert check_config(config, world_size=2) == []
 
 
-def test_a_group_of_somebody_elses_does_not_stand_for_our_schema(monkeypatch):
-    """A user's own program may keep schemas in Hydra's store, too; ours is there once."""
+def test_schema_of_another_program_is_replaced_by_ours_once(monkeypatch):
+    """A user's program may keep schemas in Hydra's store, too."""
     group = {"config.yaml": ConfigNode("config.yaml", OmegaConf.create({}), "schema", None, "his")}
     monkeypatch.setitem(ConfigStore.instance().repo, "schema", group)
     assert check_config(compose_config(), world_size=2) == []
@@ -35,12 +35,12 @@ def test_a_group_of_somebody_elses_does_not_stand_for_our_schema(monkeypatch):
     assert group["config.yaml"].node is ours
 
 
-def test_group_brings_its_own_settings():
+def test_preset_group_has_its_own_settings():
     config = compose_config(["optimizer=sgd", "optimizer.momentum=0.5"])
     assert config.optimizer == SGDConfig(lr=0.1, weight_decay=0.0, momentum=0.5, nesterov=False)
 
 
-def test_model_follows_the_data():
+def test_model_sizes_follow_the_data():
     model = compose_config(["data.seq_len=77", "data.vocab_size=300"]).model
     assert (model["block_size"], model["vocab_size"]) == (77, 300)
 
@@ -48,26 +48,26 @@ def test_model_follows_the_data():
 @pytest.mark.parametrize(
     "override", ["pipeline.stage=2", "trian.steps=1", "data.seq_length=3", "optimizer.momentum=0.1"]
 )
-def test_unknown_key_is_refused(override):
+def test_unknown_key_is_rejected(override):
     with pytest.raises(ConfigError, match=re.escape(override.split("=")[0])):
         compose_config([override])
 
 
 @pytest.mark.parametrize("override", ["++pipeline.stage=2", "+step=1", "++draw.costs.idle=1"])
-def test_unknown_key_is_refused_even_when_forced(override):
+def test_unknown_key_is_rejected_even_if_forced(override):
     name = override.lstrip("+").split("=")[0]
     with pytest.raises(ConfigError, match=f"unknown setting {re.escape(name)}, expected one of"):
         compose_config([override])
 
 
-def test_wrong_type_is_refused():
+def test_wrong_type_is_rejected():
     with pytest.raises(
         ConfigError, match=r"bad train\.steps: Value 'many' .* could not be converted to Integer"
     ):
         compose_config(["train.steps=many"])
 
 
-def test_sections_that_feed_functions_take_any_key():
+def test_sections_passed_to_functions_accept_any_key():
     config = compose_config(
         [
             "model._target_=my.build",
@@ -82,12 +82,12 @@ def test_sections_that_feed_functions_take_any_key():
     assert config.pipeline.options == {"stages_per_rank": 2}
 
 
-def test_model_that_needs_other_data_says_which():
+def test_model_error_names_the_data_it_needs():
     with pytest.raises(ConfigError, match=r"data\.width.*data=synthetic_vectors"):
         compose_config(["model=mlp"])
 
 
-def test_yaml_of_a_run_holds_every_setting():
+def test_config_yaml_contains_changed_and_default_settings():
     config = compose_config(["train.steps=7", "pipeline.partition=[5,6]"])
     saved = OmegaConf.create(config_yaml(config))
     assert saved.train.steps == 7
@@ -95,20 +95,20 @@ def test_yaml_of_a_run_holds_every_setting():
     assert saved.optimizer.betas == [0.9, 0.95]
 
 
-def test_named_conf_folder_wins(tmp_path, monkeypatch):
+def test_conf_folder_of_the_environment_variable_is_used(tmp_path, monkeypatch):
     shutil.copytree(conf_dir(), tmp_path / "conf")
     monkeypatch.setenv("GPIPE_HPC_CONF", str(tmp_path / "conf"))
     assert conf_dir() == tmp_path / "conf"
 
 
-def test_conf_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+def test_conf_folder_of_another_program_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("defaults: []\n")
     monkeypatch.setenv("GPIPE_HPC_CONF", str(tmp_path))
     with pytest.raises(ConfigError, match=r"found no config\.yaml.*GPIPE_HPC_CONF"):
         conf_dir()
 
 
-def test_composing_for_a_drawing_loads_no_torch(repository: Path):
+def test_composing_without_data_imports_no_torch(repository: Path):
     code = (
         "import sys; from gpipe_hpc.config import compose_config; "
         "compose_config(reads_data=False); "
@@ -130,8 +130,8 @@ def test_composing_for_a_drawing_loads_no_torch(repository: Path):
         ["data=text", "data.paths=[a.txt]", "run.dir='${train.steps}'", "train.stop_at=null"],
     ],
 )
-def test_what_is_written_is_what_its_text_says(words):
-    """Each checkpoint keeps the settings: reading them from their text took twice as long."""
+def test_written_settings_equal_the_parsed_yaml(words):
+    """Checkpoints use `written`, because parsing the YAML takes twice as long."""
     config = compose_config(words)
     assert written(config) == OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
     assert json.loads(json.dumps(written(config))) == written(config)

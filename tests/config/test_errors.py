@@ -1,4 +1,4 @@
-"""A command line that cannot be is refused in our own words, with the nearest right name."""
+"""Errors of the command line: one line of our own, with the nearest valid name."""
 
 import shutil
 
@@ -65,13 +65,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("word", CASES)
-def test_one_line_says_what_is_wrong_and_what_may_be_meant(word):
-    """Hydra advised +pipeline.microbatch=4, which was refused then."""
+def test_command_line_error_is_one_line_with_a_suggestion(word):
+    """Regression: Hydra advised +pipeline.microbatch=4, which was then rejected."""
     with pytest.raises(ConfigError, match=CASES[word]) as refusal:
         compose_config([word])
     text = str(refusal.value)
     assert text.startswith("config: ") and "\n" not in text and "append to your config" not in text
-    # What a command shows above it: a traceback through Hydra is nobody's.
+    # Commands print this traceback above the error; frames of Hydra would not help a user.
     assert users_traceback(refusal.value) == ""
 
 
@@ -85,17 +85,17 @@ def test_one_line_says_what_is_wrong_and_what_may_be_meant(word):
         ("--schedul=gpipe", "pipeline.schedule=gpipe"),
     ],
 )
-def test_an_option_with_dashes_is_told_the_setting(monkeypatch, capsys, word, meant):
-    """`plan --steps=5` was answered with the usage of Hydra's own command line."""
+def test_option_with_dashes_suggests_the_setting(monkeypatch, capsys, word, meant):
+    """Regression: `plan --steps=5` printed the usage of Hydra's own command line."""
     monkeypatch.setattr("sys.argv", ["plan", word])
     assert run_jobs(lambda job: 0, "plan") == 2
-    said = capsys.readouterr()
-    assert f"config: cannot read '{word}', expected NAME=VALUE" in said.err
-    assert f"did you mean {meant}?" in said.err and "usage:" not in said.err + said.out
+    output = capsys.readouterr()
+    assert f"config: cannot read '{word}', expected NAME=VALUE" in output.err
+    assert f"did you mean {meant}?" in output.err and "usage:" not in output.err + output.out
 
 
-def test_a_file_that_names_a_removed_setting_is_told_so(tmp_path, monkeypatch):
-    """It was refused as any unknown key, in Hydra's words."""
+def test_removed_setting_in_a_file_is_reported_as_removed(tmp_path, monkeypatch):
+    """Regression: it was rejected as an unknown key, in Hydra's words."""
     folder = shutil.copytree(conf_dir(), tmp_path / "conf")
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(f"{text}\ntrain:\n  fuse_accumulation: true\n")
@@ -104,13 +104,13 @@ def test_a_file_that_names_a_removed_setting_is_told_so(tmp_path, monkeypatch):
         compose_config()
 
 
-def test_a_list_is_asked_for_where_one_value_is_given():
+def test_single_value_for_a_list_is_rejected():
     with pytest.raises(ConfigError, match=r"bad data\.paths: Invalid value assigned: str.*list"):
         compose_config(["data=tokens", "data.paths=a.bin"])
 
 
-def test_what_is_not_hydras_is_not_called_a_mistake_on_the_command_line():
-    """Only what is raised within Hydra is the user's: a fault of ours keeps its traceback."""
+def test_error_outside_hydra_is_not_a_composition_error():
+    """Only errors raised within Hydra are user errors; a bug of gpipe_hpc keeps its traceback."""
     with pytest.raises(ZeroDivisionError) as raised:
         _ = 1 / 0
     assert not is_of_composing(raised.value)

@@ -1,4 +1,4 @@
-"""Help on the screen, and output whose reader has gone."""
+"""Help texts, the list of commands, and output to a closed pipe."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from gpipe_hpc.settings import Config, Level, settings_of
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_the_settings_of_a_command_with_their_meanings(name):
+def test_help_lists_the_settings_of_a_command_with_descriptions(name):
     text, sections = help_of(name, ["all"]), COMMANDS[name].sections.split()
     assert set(sections) <= {each.name.partition(".")[0] for each in settings_of(Config)}
     for each in settings_of(Config):
@@ -26,7 +26,7 @@ def test_help_shows_the_settings_of_a_command_with_their_meanings(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_begins_with_a_description_and_an_example(name):
+def test_help_describes_the_command_and_its_sections(name):
     command = COMMANDS[name]
     assert f"gpipe_hpc.{name}" in command.example
     assert re.fullmatch(r"[A-Z][^\n]*\.", command.about)
@@ -37,30 +37,30 @@ def test_help_begins_with_a_description_and_an_example(name):
         assert " ".join(f"{section}: {about}".split()).rstrip(": ") in text, section
 
 
-def test_help_without_more_shows_what_most_users_need():
-    """It had 400 lines, of which a user needs a tenth."""
+def test_default_help_omits_expert_settings():
+    """Regression: the help had 400 lines, of which most users need a tenth."""
     text = help_of("train", [])
     for each in settings_of(Config):
         if each.name.partition(".")[0] in ("train", "pipeline", "comm"):
             assert (f"\n  {each.name}=" in text) is (each.level is not Level.EXPERT), each.name
 
 
-def test_help_begins_with_what_is_used_most():
-    """`plan --help` had its own settings at the end of 200 lines."""
+def test_help_begins_with_the_most_used_settings():
+    """Regression: `plan --help` listed its own settings at the end of 200 lines."""
     for name, first in (("train", "train"), ("plan", "plan"), ("draw", "draw")):
         sections = re.findall(r"^  (\w+)[.=]", help_of(name, []), re.MULTILINE)
         assert sections[0] == first
         assert "pipeline" in list(dict.fromkeys(sections))[:3]
 
 
-def test_help_of_one_section_is_that_section_alone():
+def test_help_of_one_section_shows_only_that_section():
     text = help_of("train", ["--help", "checkpoint"])
     assert "\n  checkpoint.every=" in text and "\n  train." not in text
     assert "\n  checkpoint.neighbour_dir=null" in text, "those of experts, too"
     assert len(text.splitlines()) < 50
 
 
-def test_help_shows_the_settings_of_the_presets_that_are_chosen():
+def test_help_shows_settings_of_the_chosen_presets():
     assert "data.root" in help_of("train", [])
     chosen = help_of("train", ["data=tokens", "--help"])
     assert "data.root" not in chosen and "  data.paths=[]" in chosen
@@ -69,7 +69,7 @@ def test_help_shows_the_settings_of_the_presets_that_are_chosen():
     assert "model.num_layers=48" in help_of("train", ["model=gpt2_xl"])
 
 
-def test_commands_are_listed():
+def test_package_without_arguments_lists_the_commands():
     done = subprocess.run(
         [sys.executable, "-m", "gpipe_hpc"], capture_output=True, text=True, check=True
     )
@@ -77,8 +77,8 @@ def test_commands_are_listed():
     assert all(f"gpipe_hpc.{name}" in done.stdout for name in COMMANDS)
 
 
-def test_a_reader_that_leaves_early_is_no_error():
-    """`plan | head` ended in a traceback of BrokenPipeError."""
+def test_closed_output_pipe_is_no_error():
+    """Regression: `plan | head` ended with the traceback of a BrokenPipeError."""
     command = [sys.executable, "-m", "gpipe_hpc.draw", "draw.format=table"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()

@@ -1,4 +1,4 @@
-"""Names as papers and other runtimes spell them, and sizes as people write them."""
+"""Schedule names of papers and other frameworks, and sizes with units."""
 
 import pytest
 
@@ -21,7 +21,7 @@ from gpipe_hpc.schedule import build, canonical_schedule, schedule_names
         ("nonsense", "nonsense"),
     ],
 )
-def test_schedules_have_the_names_that_the_field_gives_them(given, meant):
+def test_schedule_names_of_papers_are_accepted(given, meant):
     assert canonical_schedule(given) == meant
     assert compose_config([f"pipeline.schedule={given}"]).pipeline.schedule == meant
     if meant in schedule_names():
@@ -31,11 +31,11 @@ def test_schedules_have_the_names_that_the_field_gives_them(given, meant):
         )
 
 
-def test_every_schedule_keeps_its_own_name():
+def test_canonical_schedule_name_does_not_change():
     assert [canonical_schedule(name) for name in schedule_names()] == list(schedule_names())
 
 
-def test_unknown_names_are_refused_with_the_nearest():
+def test_unknown_schedule_suggests_the_nearest_name():
     with pytest.raises(ScheduleError, match="did you mean one_f_one_b"):
         build("one_f_one_bee", ranks=2, microbatches=4)
     with pytest.raises(ConfigError, match="did you mean one_f_one_b"):
@@ -43,8 +43,8 @@ def test_unknown_names_are_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize(("given", "meant"), [("1f1d", "one_f_one_b"), ("zbv1", "zb_v")])
-def test_the_nearest_may_be_a_name_that_the_field_gives(given, meant):
-    """1f1d was refused without a word of 1F1B, as it is unlike one_f_one_b."""
+def test_unknown_schedule_near_an_alias_suggests_its_schedule(given, meant):
+    """Regression: 1f1d suggested nothing, because it is near the alias 1F1B only."""
     with pytest.raises(ScheduleError, match=f"did you mean {meant}"):
         build(given, ranks=2, microbatches=4)
     for setting in (f"pipeline.schedule={given}", f"draw.compare=[{given}]"):
@@ -68,7 +68,7 @@ def test_sizes_may_have_units(given, bytes_):
     assert compose_config([f"pipeline.memory_bytes={given}"]).pipeline.memory_bytes == bytes_
 
 
-def test_the_library_takes_the_same_names():
+def test_pipeline_accepts_the_same_names():
     from torch import nn
 
     layers = [nn.Linear(4, 4), nn.Linear(4, 2)]

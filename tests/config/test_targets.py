@@ -1,4 +1,4 @@
-"""A user's own functions, named by `_target_`: the keywords they get, and what is none."""
+"""User functions named by `_target_`: which keywords they get, and invalid targets."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from gpipe_hpc.errors import ConfigError
 
 @pytest.fixture
 def own_module(tmp_path, monkeypatch):
-    """Put a module with a user's own targets on the path."""
+    """Write a module with a user's targets to the import path and return its name."""
     (tmp_path / "own_targets.py").write_text(
         "def build(width=256, depth=1): return ('built', width, depth)\n"
         "def everything(**keywords): return keywords\n"
@@ -27,8 +27,8 @@ def own_module(tmp_path, monkeypatch):
     sys.modules.pop("own_targets", None)
 
 
-def test_own_model_gets_the_keywords_alone_that_the_user_has_set(own_module):
-    """The preset behind it, model=gpt, turned a default width of 256 into 128."""
+def test_own_model_gets_only_keywords_set_by_the_user(own_module):
+    """Regression: the replaced preset, model=gpt, changed a default width of 256 to 128."""
     target = f"model._target_={own_module}.build"
     assert compose_config([target, "model.depth=3"]).model == {
         "_target_": f"{own_module}.build",
@@ -36,15 +36,15 @@ def test_own_model_gets_the_keywords_alone_that_the_user_has_set(own_module):
     }
     built = build_target("model", compose_config([target, "model.depth=3"]).model)
     assert built == ("built", 256, 3)
-    # What is set counts, also where it is what the preset says; and as one word.
+    # A set value counts even if it equals the preset's, also within one override of the model.
     same = compose_config([target, "model.width=128"]).model
     assert build_target("model", same) == ("built", 128, 1)
     whole = compose_config([f"model={{_target_:{own_module}.build,width:128}}"]).model
     assert build_target("model", whole) == ("built", 128, 1)
 
 
-def test_a_preset_of_ones_own_keeps_its_keywords(own_module, tmp_path):
-    """Keywords in a YAML file of the user's are his, whatever presets of ours say."""
+def test_preset_of_the_user_keeps_its_keywords(own_module, tmp_path):
+    """Keywords in a user's YAML file count, even if they equal those of a built-in preset."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "mine.yaml").write_text(f"_target_: {own_module}.build\nwidth: 128\n")
@@ -52,8 +52,8 @@ def test_a_preset_of_ones_own_keeps_its_keywords(own_module, tmp_path):
     assert build_target("model", compose_config(words).model) == ("built", 128, 1)
 
 
-def test_a_name_that_a_module_lacks_is_answered_with_one_it_has(own_module):
-    """The advice was PYTHONPATH, though the module was found."""
+def test_name_missing_in_a_module_suggests_the_nearest_name(own_module):
+    """Regression: the error advised setting PYTHONPATH, although the module was found."""
     with pytest.raises(ConfigError, match=r"did you mean build\?") as found:
         build_target("model", {"_target_": f"{own_module}.buidl"})
     assert "PYTHONPATH" not in str(found.value)
@@ -61,20 +61,20 @@ def test_a_name_that_a_module_lacks_is_answered_with_one_it_has(own_module):
         build_target("model", {"_target_": f"{own_module}_absent.build"})
 
 
-def test_own_model_needs_no_preset_of_another(own_module):
+def test_own_model_works_without_a_preset_of_another_model(own_module):
     config = compose_config(["model=own", f"model._target_={own_module}.build"])
     assert build_target("model", config.model) == ("built", 256, 1)
     with pytest.raises(ConfigError, match=r"model, expected a _target_.*my\.module\.build"):
         check_config(compose_config(["model=own"]), 1)
 
 
-def test_own_model_that_takes_everything_gets_everything(own_module):
+def test_own_model_with_variable_keywords_gets_them(own_module):
     model = compose_config([f"model._target_={own_module}.everything", "model.depth=3"]).model
     assert build_target("model", model) == {"depth": 3}
 
 
-def test_own_model_needs_no_data_of_tokens(own_module):
-    """The preset behind it, model=gpt, refers to data.vocab_size; it took the whole run down."""
+def test_own_model_needs_no_token_data(own_module):
+    """Regression: the run failed, because the replaced preset, model=gpt, needs data.vocab_size."""
     overrides = [f"model._target_={own_module}.build", "data=synthetic_vectors", "model.depth=3"]
     model = compose_config(overrides).model
     assert "vocab_size" not in model
@@ -83,14 +83,14 @@ def test_own_model_needs_no_data_of_tokens(own_module):
         compose_config([*overrides, "model.size=${data.no_such}"])
 
 
-def test_keyword_that_own_model_does_not_take_is_refused(own_module):
+def test_keyword_that_own_model_does_not_accept_is_rejected(own_module):
     model = compose_config([f"model._target_={own_module}.build", "model.dept=3"]).model
     with pytest.raises(ConfigError, match=r"unexpected keyword argument .dept.; correct"):
         build_target("model", model)
 
 
-def test_a_keyword_of_another_preset_is_refused():
-    """`depth` is U-Net's; a GPT with it once trained as if nothing had been said."""
+def test_keyword_of_another_preset_is_rejected():
+    """Regression: `depth` belongs to the U-Net; a GPT ignored it silently."""
     model = compose_config(["model=gpt", "model.depth=3"]).model
     with pytest.raises(
         ConfigError, match=r"build_gpt.. got an unexpected keyword argument .depth."
@@ -98,7 +98,7 @@ def test_a_keyword_of_another_preset_is_refused():
         build_target("model", model)
 
 
-def test_own_loss_keeps_its_keywords(own_module):
+def test_own_loss_gets_its_keywords(own_module):
     loss = bind_loss({"_target_": f"{own_module}.loss", "beta": 2})
     assert loss("a", "b") == ("a", "b", 2)
 
@@ -112,13 +112,13 @@ def test_own_loss_keeps_its_keywords(own_module):
         ("own_targets.text", "cannot be called"),
     ],
 )
-def test_target_that_is_none_is_refused(own_module, path, words):
+def test_invalid_target_is_rejected(own_module, path, words):
     with pytest.raises(ConfigError, match=words):
         build_target("model", {"_target_": path})
 
 
-def test_a_loss_may_be_a_class(own_module):
-    """Each call made a new CrossEntropyLoss of output and target, and returned it as the loss."""
+def test_loss_may_be_a_class(own_module):
+    """Regression: each call returned a new CrossEntropyLoss(output, target) as the loss."""
     loss = bind_loss({"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1})
     output, target = torch.randn(3, 4), torch.tensor([0, 3, 1])
     expected = torch.nn.functional.cross_entropy(output, target, label_smoothing=0.1)
@@ -127,15 +127,15 @@ def test_a_loss_may_be_a_class(own_module):
     assert function("a", "b") == ("a", "b", 2)
 
 
-def test_what_fails_in_the_users_code_is_named_and_keeps_his_frames(own_module):
+def test_error_in_user_code_names_target_and_keeps_traceback(own_module):
     with pytest.raises(
         ConfigError, match=r"model\._target_=own_targets\.fails \(width=5\) failed: KeyError"
-    ) as it:
+    ) as raised:
         build_target("model", {"_target_": f"{own_module}.fails", "width": 5})
-    told = users_traceback(it.value)
-    assert "in helper" in told and "KeyError: 'lost'" in told
-    assert told.index("in fails") < told.index("in helper")
-    assert "targets.py" not in told.replace("own_targets.py", "")
+    traceback = users_traceback(raised.value)
+    assert "in helper" in traceback and "KeyError: 'lost'" in traceback
+    assert traceback.index("in fails") < traceback.index("in helper")
+    assert "targets.py" not in traceback.replace("own_targets.py", "")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,8 @@ def test_what_fails_in_the_users_code_is_named_and_keeps_his_frames(own_module):
         ("import math; math.no_such_name", "no attribute 'no_such_name'"),
     ],
 )
-def test_what_fails_when_the_users_module_is_imported_is_no_wrong_path(
-    tmp_path, monkeypatch, text, word
-):
-    """It said that the path names nothing, and where in the file it failed was lost."""
+def test_error_while_importing_a_user_module_is_reported(tmp_path, monkeypatch, text, word):
+    """Regression: the error blamed the path and hid where in the file the import failed."""
     (tmp_path / "broken_module.py").write_text(f"{text}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"_target_=broken_module\.build: ") as raised:
@@ -160,7 +158,8 @@ def test_what_fails_when_the_users_module_is_imported_is_no_wrong_path(
     assert "broken_module.py" in users_traceback(raised.value) or "SyntaxError" in word
 
 
-def test_a_module_in_the_current_folder_is_found_however_we_were_started(tmp_path, repository):
+def test_module_in_the_current_folder_is_found_with_python_p(tmp_path, repository):
+    """`python -P` leaves the current folder out of sys.path."""
     (tmp_path / "here.py").write_text("def build(): return 'found'\n")
     code = (
         f"import sys; sys.path[:] = [p for p in sys.path if p] + [{str(repository)!r}]\n"
@@ -184,21 +183,21 @@ def test_a_module_in_the_current_folder_is_found_however_we_were_started(tmp_pat
         ("model.block_size=18446744073709551616", r"bad model\.block_size, expected at most 92"),
     ],
 )
-def test_types_of_our_models_settings_are_checked(word, message):
-    """A text was told as ``'<' not supported between instances of 'str' and 'int'``."""
+def test_types_of_built_in_model_settings_are_checked(word, message):
+    """Regression: a string gave ``'<' not supported between instances of 'str' and 'int'``."""
     with pytest.raises(ConfigError, match=message):
         build_target("model", compose_config(["model=gpt", "data=synthetic", word]).model)
 
 
-def test_lists_of_our_models_are_checked():
+def test_lists_of_built_in_model_settings_are_checked():
     with pytest.raises(ConfigError, match=r"bad model\.widths, expected a list, each a whole"):
         build_target("model", compose_config(["model=mlp", "model.widths=3"]).model)
     with pytest.raises(ConfigError, match=r"bad model\.widths, expected a whole number, got \[4,"):
         build_target("model", compose_config(["model=mlp", "model.widths=[4,a]"]).model)
 
 
-def test_annotations_of_a_users_function_are_his(tmp_path, monkeypatch):
-    """They may say more than he means: nothing is refused for them."""
+def test_annotations_of_a_user_function_are_not_enforced(tmp_path, monkeypatch):
+    """They may be stricter than what the function accepts."""
     (tmp_path / "annotated.py").write_text("def build(width: int): return width\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert build_target("model", {"_target_": "annotated.build", "width": "wide"}) == "wide"

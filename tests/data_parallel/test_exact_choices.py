@@ -90,7 +90,7 @@ def assert_matches_one_process(ranks, alone, plain, is_bitwise):
 def test_every_exact_strategy_matches_one_process_in_every_schedule(
     schedule, recompute, alone, on_threads
 ):
-    """2 stages x 2 replicas. Stages on two ranks have gradients bitwise equal to plain sums."""
+    """2 stages x 2 replicas. Gradients of stages on two ranks bitwise equal plain sums."""
     plain = None
     for name, outer in CHOICES.items():
         options = {"schedule": schedule, "recompute": recompute}

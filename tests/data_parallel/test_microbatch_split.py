@@ -20,7 +20,7 @@ from tests.data_parallel.replicas import (
 )
 from tests.support import batches, buffers_of, product, square_sum
 
-ROWS = 25  # rows do not divide: micro-batches have 3 or 4
+ROWS = 25  # not divisible by 8: micro-batches have 3 or 4 rows
 # schedule/families/test_families.py tests tables of all sizes. The reduction depends only on
 # whether backwards are split and on which ranks hold a stage.
 QUICK = ("one_f_one_b", "interleaved", "zb_v", "chimera", "auto")

@@ -1,4 +1,4 @@
-"""`schedule="auto"`: the order is searched for what the layers at hand cost."""
+"""`schedule="auto"` searches for a schedule that fits the costs of the layers."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from gpipe_hpc.schedule import Costs, simulate
 from gpipe_hpc.schedule.table.lifetimes import peak_activations
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-# Three stages of one layer, the middle one three times as slow.
-# F, B, and of a split B its I and W.
+# Three stages of one layer; the middle one is three times as slow.
+# Times of F and B, and of I and W of a split B.
 SLOW, FAST = LayerTimes.alike(3.0, 6.0, 3.0, 3.0), LayerTimes.alike(1.0, 2.0, 1.0, 1.0)
 MEASURED = Partition((1, 1, 1), (3.0, 9.0, 3.0), "time", (FAST, SLOW, FAST))
 
 
 def trained(schedule, partition, ranks=3, num_layers=3, **options):
-    """Return of each rank its table, the loss and its gradients."""
+    """Return for each rank its schedule table, loss and named parameters after one step."""
 
     def body(world):
         layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(num_layers)]
@@ -38,7 +38,7 @@ def trained(schedule, partition, ranks=3, num_layers=3, **options):
     return run_on_threads(ranks, body)
 
 
-def test_the_search_sees_the_measured_costs():
+def test_search_uses_measured_costs():
     costs = MEASURED.stage_costs()
     for_measured = trained("auto", MEASURED)
     for_equal = trained("auto", [1, 1, 1])
@@ -55,15 +55,15 @@ def test_the_search_sees_the_measured_costs():
             torch.testing.assert_close(parameter.grad, other[2][name].grad)
 
 
-def test_costs_that_are_given_win_over_measured_ones():
+def test_given_costs_override_measured_costs():
     given = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1.0}
     assert (
         trained("auto", MEASURED, costs=given)[0][0].ranks == trained("auto", [1, 1, 1])[0][0].ranks
     )
 
 
-def test_the_best_placement_is_chosen_for_measured_layers():
-    """With two stages on a rank, laid out in a V, the second rank starts sooner."""
+def test_best_placement_is_chosen_for_measured_layers():
+    """With two stages per rank in a V, the second rank starts sooner."""
     measured = Partition((4, 4), (3.0,) * 8, "time", (FAST,) * 8)
     best = trained("auto", measured, ranks=2, num_layers=8, placement="best")
     plain = trained("gpipe", [4, 4], ranks=2, num_layers=8)
@@ -79,20 +79,21 @@ def test_the_best_placement_is_chosen_for_measured_layers():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_limit_counts_whole_shares_on_any_placement():
+def test_best_placement_stays_within_the_activation_limit():
+    """The limit counts micro-batches that all stages of a rank keep."""
     measured = Partition((4, 4), (3.0,) * 8, "time", (FAST,) * 8)
     table = trained("auto", measured, ranks=2, num_layers=8, placement="best", limit=2)[0][0]
-    each = table.num_stages // 2
-    assert max(peak_activations(row).size for row in table.ranks) <= 2 * each
+    stages_per_rank = table.num_stages // 2
+    assert max(peak_activations(row).size for row in table.ranks) <= 2 * stages_per_rank
 
 
-def test_the_best_placement_needs_measured_layers():
+def test_best_placement_requires_measured_layers():
     with pytest.raises(ConfigError, match=r"placement 'best'.*use partition 'time'"):
         trained("auto", "parameters", ranks=2, num_layers=8, placement="best")
 
 
-def test_memory_is_counted_on_an_example():
-    """`memory_bytes` was passed over in silence; it is kept to, which needs an example."""
+def test_memory_limit_requires_an_example_and_reduces_activations():
+    """Regression: `memory_bytes` was silently ignored."""
     layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
 
     def table(world, **more):
@@ -102,7 +103,7 @@ def test_memory_is_counted_on_an_example():
         )
         return pipe.schedule
 
-    def kept(tables):
+    def peak_microbatches(tables):
         return [peak_activations(row).size for row in tables[0].ranks]
 
     with pytest.raises(ConfigError, match=r"memory_bytes: .* pass example=\(inputs, targets\)"):
@@ -114,6 +115,6 @@ def test_memory_is_counted_on_an_example():
         )
         for limit in (1e9, 1.0)
     )
-    # The fullest rank, the last, keeps one micro-batch at a time.
-    assert min(kept(tight)) == 1
-    assert sum(kept(tight)) < sum(kept(ample))
+    # The last rank needs the most memory, so it keeps one micro-batch at a time.
+    assert min(peak_microbatches(tight)) == 1
+    assert sum(peak_microbatches(tight)) < sum(peak_microbatches(ample))

@@ -1,4 +1,4 @@
-"""`recompute="budget"`: what does not fit is run again, and nothing else; gradients stay."""
+"""`recompute="budget"` recomputes only layers that do not fit; gradients stay the same."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PIECE = SAMPLES // MICROBATCHES
 
 
 class Block(nn.Module):
-    """A layer that keeps far more than it takes, and counts its runs."""
+    """A layer that keeps far more activations than its input, and counts its runs."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ SIZES = (16, 32, 64, 64, 32, 16)
 
 
 def trained(recompute, schedule="one_f_one_b", **settings):
-    """Return of each rank the runs that recomputed layers should have, all runs, the gradients."""
+    """Return for each rank: expected runs of recomputed layers, actual runs, and gradients."""
 
     def body(world):
         pipe = Pipeline(
@@ -50,14 +50,16 @@ def trained(recompute, schedule="one_f_one_b", **settings):
             block.num_runs = 0
         pipe.step(INPUTS, INPUTS)
         runs = {i: block.num_runs for i, block in blocks.items()}
-        # Where a backward follows its forward at once there is no R, whatever it would run.
-        num_again = [0] * len(pipe.stages) * world.size
-        for row in pipe.schedule.ranks if world.rank == 0 else ():  # which has all rows
+        # A backward directly after its forward has no R, whichever layers would be recomputed.
+        num_recomputations = [0] * len(pipe.stages) * world.size
+        for row in pipe.schedule.ranks if world.rank == 0 else ():  # only rank 0 has all rows
             for action in row:
-                num_again[action.stage] += action.op is Op.R
+                num_recomputations[action.stage] += action.op is Op.R
         expected = {
             i: MICROBATCHES + number * (i in layers)
-            for layers, number in zip(pipe.layout.recomputed or [(), ()], num_again, strict=True)
+            for layers, number in zip(
+                pipe.layout.recomputed or [(), ()], num_recomputations, strict=True
+            )
             for i in layers
         }
         return expected, runs, {n: p.grad for n, p in pipe.named_parameters()}
@@ -65,8 +67,8 @@ def trained(recompute, schedule="one_f_one_b", **settings):
     return run_on_threads(2, body)
 
 
-def again(ranks):
-    """Return the layers that a step ran again; they and no others should have been."""
+def recomputed_layers(ranks):
+    """Return the layers that a step recomputed; assert that they are the expected ones."""
     expected = {i: number for i, number in ranks[0][0].items() if number > MICROBATCHES}
     runs = {i: number for _, each, _ in ranks for i, number in each.items()}
     assert {i: number for i, number in runs.items() if number != MICROBATCHES} == expected
@@ -83,17 +85,17 @@ def assert_same_gradients(left, right):
     ("schedule", "limits"),
     [("gpipe", (1e6, 55e3, 50e3, 36e3)), ("one_f_one_b", (1e6, 40e3, 36e3, 34e3))],
 )
-def test_the_less_memory_the_more_layers_run_again(schedule, limits):
+def test_less_memory_recomputes_more_layers(schedule, limits):
     plain = trained("never", schedule)
-    assert again(plain) == set()
+    assert recomputed_layers(plain) == set()
     found = []
     for memory_bytes in limits:
         ranks = trained("budget", schedule, memory_bytes=memory_bytes)
         assert_same_gradients(ranks, plain)
-        found.append(len(again(ranks)))
+        found.append(len(recomputed_layers(ranks)))
     assert found[0] == 0 and found == sorted(set(found)), found
 
 
-def test_too_little_memory_is_refused_with_what_it_takes():
+def test_too_little_memory_error_lists_what_needs_memory():
     with pytest.raises(GpipeError, match=r"nothing fits: weights, gradients"):
         trained("budget", memory_bytes=1e3)

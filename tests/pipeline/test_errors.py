@@ -1,4 +1,4 @@
-"""What goes wrong is said once, clearly, on every rank."""
+"""Errors are raised on every rank, with the same clear message."""
 
 import contextlib
 import math
@@ -26,10 +26,10 @@ WIDTH = 4
 
 
 def failures(size, body):
-    """Run `body(world)` on all ranks and return what each raised."""
+    """Run `body(world)` on all ranks and return the exception of each."""
     raised = {}
 
-    def noting(world):
+    def record_error(world):
         try:
             body(world)
         except Exception as error:
@@ -37,13 +37,13 @@ def failures(size, body):
             raise
 
     with contextlib.suppress(Exception):
-        run_on_threads(size, noting, timeout_s=10)
+        run_on_threads(size, record_error, timeout_s=10)
     assert raised.keys() == set(range(size)), "a rank went on as if nothing had happened"
     return [raised[rank] for rank in range(size)]
 
 
 def assert_all_report(errors, failed, kind, *words):
-    """The failed rank raises `kind`, the others a PeerError, all with the same words."""
+    """Assert that the failed rank raises `kind` and others a PeerError, all with the same words."""
     for rank, error in enumerate(errors):
         assert isinstance(error, kind if rank == failed else PeerError), repr(error)
         for word in words:
@@ -65,7 +65,7 @@ def assert_all_report(errors, failed, kind, *words):
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )
-def test_settings_that_cannot_work_are_refused_on_every_rank(settings, kind, words):
+def test_invalid_setting_is_rejected_on_every_rank(settings, kind, words):
     def body(world):
         Pipeline(linears(3), mean_square, **{"world": world, **settings})
 
@@ -85,14 +85,14 @@ def test_settings_that_cannot_work_are_refused_on_every_rank(settings, kind, wor
         ("time", "example"),
     ],
 )
-def test_partition_that_does_not_fit_is_refused_on_every_rank(partition, words):
+def test_invalid_partition_is_rejected_on_every_rank(partition, words):
     def body(world):
         Pipeline(linears(3), mean_square, partition=partition, world=world)
 
     assert_all_report(failures(3, body), 0, PartitionError, "partition", words)
 
 
-def test_more_stages_than_layers():
+def test_more_stages_than_layers_are_rejected():
     def body(world):
         Pipeline(linears(2), mean_square, world=world)
 
@@ -100,7 +100,7 @@ def test_more_stages_than_layers():
 
 
 @pytest.mark.parametrize("model", [[], [nn.Linear], nn.Linear(2, 2), [nn.ReLU(), "layer"]])
-def test_what_is_no_sequence_of_layers(model):
+def test_invalid_model_is_rejected(model):
     def body(world):
         Pipeline(model, mean_square, world=world)
 
@@ -108,7 +108,7 @@ def test_what_is_no_sequence_of_layers(model):
         assert isinstance(error, ModelError)
 
 
-def test_a_tie_of_unequal_shapes():
+def test_tied_parameters_of_unequal_shapes_are_rejected():
     layers = [
         LayerSpec(nn.Linear, WIDTH, WIDTH).tied({"weight": "w"}),
         LayerSpec(nn.Linear, WIDTH, WIDTH + 1).tied({"weight": "w"}),
@@ -122,7 +122,7 @@ def test_a_tie_of_unequal_shapes():
         assert "weight cannot be tied to layers.0.weight" in str(error)
 
 
-def test_ranks_that_were_started_differently():
+def test_different_seeds_on_ranks_are_rejected():
     def body(world):
         Pipeline(linears(2), mean_square, seed=world.rank, world=world)
 
@@ -131,7 +131,7 @@ def test_ranks_that_were_started_differently():
         assert "same seed on every rank" in str(error) and "1 on rank 1" in str(error)
 
 
-def test_layer_that_cannot_be_built():
+def test_layer_that_cannot_be_built_is_named_on_every_rank():
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Linear, "wide", WIDTH)]
 
     def body(world):
@@ -143,11 +143,11 @@ def test_layer_that_cannot_be_built():
 
 def step(world, layers, inputs, targets, loss_fn=mean_square, **settings):
     pipe = Pipeline(layers, loss_fn, world=world, **{"microbatches": 2, **settings})
-    given = inputs if pipe.needs_inputs else None, targets if pipe.needs_targets else None
-    return pipe.step(*given)
+    data = inputs if pipe.needs_inputs else None, targets if pipe.needs_targets else None
+    return pipe.step(*data)
 
 
-def test_inputs_missing_where_they_are_needed():
+def test_missing_inputs_on_the_first_stage_raise_on_every_rank():
     def body(world):
         step(world, linears(3), None, torch.ones(4, WIDTH))
 
@@ -155,7 +155,7 @@ def test_inputs_missing_where_they_are_needed():
 
 
 @pytest.mark.parametrize("size", [3, 5])
-def test_targets_of_another_length(size):
+def test_wrong_number_of_targets_raises_on_every_rank(size):
     def body(world):
         step(world, linears(3), torch.ones(4, WIDTH), torch.ones(size, WIDTH))
 
@@ -164,7 +164,7 @@ def test_targets_of_another_length(size):
 
 
 @pytest.mark.parametrize("inputs", [5, (), {"x": torch.ones(4), "y": torch.ones(3)}])
-def test_inputs_without_one_number_of_samples(inputs):
+def test_inputs_without_a_common_batch_size_raise_on_every_rank(inputs):
     def body(world):
         step(world, linears(2), inputs, torch.ones(4, WIDTH))
 
@@ -181,7 +181,7 @@ def test_inputs_without_one_number_of_samples(inputs):
         (lambda o, t: (1, 2, 3), "tuple"),
     ],
 )
-def test_loss_of_the_wrong_shape(loss_fn, got):
+def test_invalid_loss_value_raises_on_every_rank(loss_fn, got):
     def body(world):
         step(world, linears(2), torch.ones(4, WIDTH), torch.ones(4, WIDTH), loss_fn)
 
@@ -200,7 +200,7 @@ class _FailingBackward(torch.autograd.Function):
 
 
 class Failing(nn.Linear):
-    """Fail on the micro-batch whose inputs are 7."""
+    """A linear layer that fails on the micro-batch whose inputs are 7."""
 
     def __init__(self, where):
         super().__init__(WIDTH, WIDTH)
@@ -227,7 +227,7 @@ def test_layer_that_raises_is_named_on_every_rank(schedule, failing, where):
     def body(world):
         layers = [nn.Identity() for _ in range(3)]
         layers[failing] = Failing(where)
-        layers[failing].weight.data.zero_()  # what comes after it is never 7
+        layers[failing].weight.data.zero_()  # so that later layers never get 7
         settings = {"microbatches": 3, "schedule": schedule, "recompute": "always"}
         step(world, layers, inputs, inputs, partition=[1, 1, 1], **settings)
 
@@ -238,7 +238,7 @@ def test_layer_that_raises_is_named_on_every_rank(schedule, failing, where):
     assert f"-> {failing}{where}1 <-" in str(errors[failing])
 
 
-def test_failure_in_one_replica_stops_the_other():
+def test_failure_in_one_replica_stops_the_others():
     def body(world):
         layers = [Failing("F"), nn.Identity()]
         inputs = torch.full((2, WIDTH), 7.0 if world.rank < 2 else 0.0)
@@ -248,7 +248,7 @@ def test_failure_in_one_replica_stops_the_other():
     assert_all_report(errors, 0, ActionError, "rank 0, stage 0, micro-batch 0, action 0F0")
 
 
-def test_non_finite_microbatch_is_seen_by_its_place():
+def test_non_finite_loss_is_reported_at_its_microbatch():
     inputs = torch.ones(8, WIDTH)
     inputs[5] = math.nan
 
@@ -275,13 +275,13 @@ class OneArgument(nn.Module):
     "loss_fn",
     [
         torch.dist,  # has no signature
-        F.mse_loss,  # has defaults behind the two
+        F.mse_loss,  # has further parameters with defaults
         nn.MSELoss(),
         partial(lambda reduction, output, target: mean_square(output, target), "mean"),
         lambda *given: mean_square(*given),
     ],
 )
-def test_a_loss_that_can_be_called_with_two_is_taken(loss_fn):
+def test_loss_callable_with_two_arguments_is_accepted(loss_fn):
     result = Pipeline(linears(2), loss_fn).step(*batch(4))
     assert math.isfinite(result.loss)
 
@@ -300,19 +300,19 @@ def test_a_loss_that_can_be_called_with_two_is_taken(loss_fn):
         ((linears(2), OneArgument()), {}, r"got a function of \(output\)"),
     ],
 )
-def test_what_a_pipeline_is_not_made_of(args, given, words):
-    """Python named functions in here; a class failed on the last rank, in the first step."""
+def test_invalid_constructor_arguments_are_rejected(args, given, words):
+    """Regression: Python's message named internal functions; a class failed in the first step."""
     with pytest.raises(ConfigError, match=words):
         Pipeline(*args, **given)
 
 
-def test_layers_and_loss_may_be_given_by_name():
+def test_layers_and_loss_may_be_keyword_arguments():
     pipe = Pipeline(layers=linears(2), loss_fn=mean_square, microbatches=2)
     assert math.isfinite(pipe.step(*batch(4)).loss)
 
 
-def test_a_mistaken_keyword_is_told_to_the_other_ranks():
-    """It was raised before the ranks were together, on each of them."""
+def test_unknown_keyword_on_one_rank_raises_on_every_rank():
+    """Regression: it was raised before ranks could report errors to each other."""
 
     def body(world):
         wrong = {"schedul": "gpipe"} if world.rank == 1 else {}
@@ -322,9 +322,9 @@ def test_a_mistaken_keyword_is_told_to_the_other_ranks():
     assert_all_report(errors, 1, ConfigError, "unknown keyword schedul")
 
 
-def test_a_timeline_that_another_rank_does_not_come_to_ends_with_its_reason():
-    """The ranks that gathered it got a bare ConnectionError."""
-    told = []
+def test_timeline_raises_the_error_of_a_rank_that_failed_before_it():
+    """Regression: ranks that gathered the timeline got a bare ConnectionError."""
+    messages = []
 
     def body(world):
         pipe = Pipeline(linears(4), mean_square, microbatches=2, world=world)
@@ -334,9 +334,9 @@ def test_a_timeline_that_another_rank_does_not_come_to_ends_with_its_reason():
         try:
             pipe.timeline()
         except PeerError as error:
-            told.append(str(error))
+            messages.append(str(error))
             raise
 
     with pytest.raises(DataError, match="mine"):
         run_on_threads(2, body)
-    assert told == ["rank 1: DataError: mine"]
+    assert messages == ["rank 1: DataError: mine"]

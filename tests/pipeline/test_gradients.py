@@ -1,4 +1,4 @@
-"""Losses and gradients as a user of `Pipeline` meets them, at the edges."""
+"""Losses and gradients of `Pipeline` in edge cases."""
 
 import pytest
 import torch
@@ -29,8 +29,8 @@ def test_step_replaces_gradients(before):
     assert run_on_threads(2, body) == [[True, True]] * 2
 
 
-def test_mean_and_pair_are_the_same_loss_of_the_whole_batch():
-    """Micro-batches of 3, 3 and 2 samples: means must not be averaged."""
+def test_mean_loss_and_pair_loss_give_equal_gradients():
+    """Micro-batches have 3, 3 and 2 samples, so averaging their means would be wrong."""
     inputs, targets = batch(8)
 
     def pair(output, target):
@@ -52,7 +52,7 @@ def test_mean_and_pair_are_the_same_loss_of_the_whole_batch():
             torch.testing.assert_close(left, right)
 
 
-def test_weight_zero_gives_loss_and_gradients_zero():
+def test_zero_weight_gives_zero_loss_and_gradients():
     def loss_fn(output, target):
         total = F.cross_entropy(output, target, reduction="sum", ignore_index=-100)
         return total, (target != -100).sum()
@@ -62,7 +62,7 @@ def test_weight_zero_gives_loss_and_gradients_zero():
         inputs, ignored = torch.randn(4, WIDTH), torch.full((4,), -100)
         result = pipe.step(inputs, ignored)
         gradients = [p.grad.clone() for p in pipe.parameters()]
-        # The step after it, which seeds its backward with that weight, is sound again.
+        # The next step starts its backward from this weight, and must be correct again.
         later = pipe.step(inputs, torch.zeros(4, dtype=torch.long)).loss
         return result.loss, result.weight, gradients, later
 
@@ -71,7 +71,7 @@ def test_weight_zero_gives_loss_and_gradients_zero():
         assert all(g.abs().max() == 0 for g in gradients)
 
 
-def test_a_batch_without_samples_leaves_no_gradients():
+def test_empty_batch_leaves_no_gradients():
     def body(world):
         pipe = Pipeline(linears(2), mean_square, microbatches=2, world=world)
         inputs, targets = batch(0)
@@ -81,7 +81,7 @@ def test_a_batch_without_samples_leaves_no_gradients():
     assert run_on_threads(2, body) == [(0.0, 0.0, [None, None])] * 2
 
 
-def test_frozen_parameters_have_no_gradient_and_may_thaw():
+def test_frozen_parameter_has_no_gradient_until_unfrozen():
     def body(world):
         layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
         layers[0].weight.requires_grad_(False)
@@ -98,7 +98,7 @@ def test_frozen_parameters_have_no_gradient_and_may_thaw():
     ]
 
 
-def test_gradients_are_complete_when_one_replica_alone_used_a_parameter():
+def test_parameter_used_on_one_replica_gets_equal_gradients_on_all():
     class Maybe(nn.Linear):
         def forward(self, x):
             return super().forward(x) if x[0, 0] > 0 else x
@@ -117,7 +117,7 @@ def test_gradients_are_complete_when_one_replica_alone_used_a_parameter():
     assert none is None and also_none is None
 
 
-def test_losses_are_also_given_by_global_microbatch():
+def test_step_returns_the_loss_of_each_global_microbatch():
     inputs, targets = torch.zeros(5, WIDTH), torch.arange(5.0).view(5, 1).expand(5, WIDTH)
 
     def body(world):
@@ -133,7 +133,7 @@ def test_losses_are_also_given_by_global_microbatch():
         assert loss == 6.0
 
 
-def test_each_step_draws_anew_and_a_run_draws_the_same_again():
+def test_dropout_differs_between_steps_and_repeats_between_runs():
     def body(world):
         pipe = Pipeline([nn.Dropout(0.5)], mean_square, microbatches=2, seed=4, world=world)
         return [pipe.step(*batch()).loss for _ in range(3)]
@@ -143,7 +143,7 @@ def test_each_step_draws_anew_and_a_run_draws_the_same_again():
     assert run_on_threads(1, body) == [losses]
 
 
-def test_clipping_gives_the_global_norm_on_every_rank():
+def test_clipping_returns_the_global_norm_on_every_rank():
     def body(world):
         pipe = Pipeline(linears(3), mean_square, microbatches=2, world=world)
         pipe.step(*batch())
@@ -162,7 +162,7 @@ def test_clipping_gives_the_global_norm_on_every_rank():
 
 
 class Shift(nn.Module):
-    """Adds two vectors, through views: autograd gives both the same memory as their gradient."""
+    """Adds two vectors through views, so autograd gives both gradients the same memory."""
 
     def __init__(self):
         super().__init__()
@@ -177,12 +177,10 @@ class Shift(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("microbatches", [4, 8])
-def test_gradients_that_autograd_gives_the_same_memory_add_up_each_for_itself(
-    schedule, microbatches
-):
-    """Plain accumulation gets this wrong: what is added to one comes to the other, too.
+def test_gradients_that_share_memory_accumulate_separately(schedule, microbatches):
+    """Otherwise adding to one gradient would also change the other.
 
-    With one sample a micro-batch it is also the memory of what goes to the stage before.
+    With one sample per micro-batch, the gradient sent to the previous stage shares this memory.
     """
     inputs, targets = batch(8)
     torch.manual_seed(0)
@@ -214,13 +212,13 @@ class TwiceUsed(nn.Module):
 
     def forward(self, x):
         output = self.linear(x)
-        # Made later, so its backward runs before that of the layer.
+        # Created later, so its backward runs before that of the layer.
         total = (self.linear.weight.view(-1) + self.other.view(-1)).view(6, 8)
         return output + x @ (1.0 * total).t()
 
 
 class Lookup(nn.Module):
-    """Uses the weight of a linear layer a second time, where its gradient is sparse."""
+    """Uses the weight of a linear layer a second time, with a sparse gradient."""
 
     def __init__(self):
         super().__init__()
@@ -234,8 +232,8 @@ class Lookup(nn.Module):
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("layer_of", [TwiceUsed, Lookup])
-def test_a_weight_that_has_a_gradient_in_i_and_in_w_adds_up(layer_of, microbatches, schedule):
-    """That of I may lie in another's memory until W comes, or be sparse."""
+def test_weight_gradients_of_both_i_and_w_are_summed(layer_of, microbatches, schedule):
+    """The gradient of I may share memory until W runs, or be sparse."""
     torch.manual_seed(0)
     layer = layer_of().double()
     inputs = torch.randn(6, layer.linear.in_features, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Memory that runs out in an action: who, where, the plan beside what was allocated, and help."""
+"""Out-of-memory errors: rank and action, planned against allocated memory, and advice."""
 
 import re
 
@@ -20,8 +20,8 @@ GB = 10**9
 PLANNED = RankForecast((1,), 100, 2 * GB, 0, 2 * GB, 4 * GB, GB, 0, 8 * GB, 0)
 
 
-class Full(HostDevice):
-    """An accelerator, played on the host, whose memory is used up at one place."""
+class FullDevice(HostDevice):
+    """A fake accelerator on the host whose memory is used up."""
 
     is_accelerator, name = True, "Played 80GB"
 
@@ -45,7 +45,7 @@ class Full(HostDevice):
 
 
 class Greedy(nn.Module):
-    """Finds no memory in its forward or backward for one micro-batch."""
+    """A layer that runs out of memory in the forward or backward of one micro-batch."""
 
     def __init__(self, where, number=2):
         super().__init__()
@@ -66,9 +66,9 @@ class Greedy(nn.Module):
         return y
 
 
-def texts(where, *, plans=True, **settings):
-    """Return what each of two ranks says of a step in which the second one finds no memory."""
-    told = {}
+def errors_of(where, *, plans=True, **settings):
+    """Return the errors of two ranks by rank, if rank 1 runs out of memory in a step."""
+    errors = {}
 
     def body(world):
         last = LayerSpec(Greedy, where)
@@ -84,21 +84,21 @@ def texts(where, *, plans=True, **settings):
         try:
             pipe.step(torch.ones(8, 4), torch.ones(8, 4))
         except Exception as error:
-            told[world.rank] = error
+            errors[world.rank] = error
             raise
 
     with pytest.raises(DeviceMemoryError):
-        run_on_threads(2, body, device=lambda rank: Full())
-    return told
+        run_on_threads(2, body, device=lambda rank: FullDevice())
+    return errors
 
 
 @pytest.mark.parametrize(
     ("where", "microbatch", "action"), [("forward", 2, "1F2"), ("backward", 1, "1B1")]
 )
-def test_who_had_no_memory_and_for_what(where, microbatch, action):
-    """It was told as any other failure of an action, with torch's text and one line of advice."""
-    told = texts(where)
-    own = str(told[1])
+def test_out_of_memory_error_names_action_and_compares_with_plan(where, microbatch, action):
+    """Regression: it was reported like any failed action, with torch's text and one hint."""
+    errors = errors_of(where)
+    own = str(errors[1])
     assert f"rank 1, stage 1, micro-batch {microbatch}, action {action} " in own
     assert "Tried to allocate 20.00 GiB" in own
     rows = {line.split()[0]: line for line in own.splitlines()[1:]}
@@ -108,18 +108,18 @@ def test_who_had_no_memory_and_for_what(where, microbatch, action):
     assert "78.0 GB at peak, torch has reserved 79.0 GB of 80.0 GB" in own
     for setting in ("microbatches above 4", "recompute=always", "offload=true", "schedule=1f1b"):
         assert setting in own.splitlines()[-1]
-    assert isinstance(told[0], PeerError) and own in str(told[0])
-    assert isinstance(told[1].__cause__, torch.OutOfMemoryError)
+    assert isinstance(errors[0], PeerError) and own in str(errors[0])
+    assert isinstance(errors[1].__cause__, torch.OutOfMemoryError)
 
 
-def test_without_a_plan_what_is_allocated_is_shown():
-    own = str(texts("forward", plans=False)[1])
+def test_out_of_memory_error_without_plan_shows_allocated_memory():
+    own = str(errors_of("forward", plans=False)[1])
     assert re.search(r"weights +- +80 B", own) and re.search(r"sum +- +70.0 GB", own)
 
 
-def test_what_is_set_already_is_not_advised():
-    told = texts("forward", recompute="always", schedule="1f1b", precision="bfloat16")
-    last = str(told[1]).splitlines()[-1]
+def test_advice_omits_settings_that_are_already_used():
+    errors = errors_of("forward", recompute="always", schedule="1f1b", precision="bfloat16")
+    last = str(errors[1]).splitlines()[-1]
     for setting in ("recompute", "schedule", "precision"):
         assert setting not in last
 
@@ -141,7 +141,7 @@ def advice(snapshot=None, **settings):
     return explain_exhausted(found, None, Request(**settings)).splitlines()[-1]
 
 
-def test_what_lies_in_pieces_and_what_others_have_is_told():
+def test_advice_reports_fragmentation_and_other_processes():
     assert "EXPANDABLE" not in advice().upper() and "other processes" not in advice()
     assert "29.0 GB of torch's reserved memory are fragmented" in advice({"allocated": 50 * GB})
     assert "other processes use 11.0 GB of the device" in advice(
@@ -149,10 +149,10 @@ def test_what_lies_in_pieces_and_what_others_have_is_told():
     )
 
 
-def test_a_device_that_tells_little_is_told_of_all_the_same():
-    told = explain_exhausted(
+def test_out_of_memory_error_works_without_device_statistics():
+    message = explain_exhausted(
         MemorySnapshot("the host", False, 5 * GB, 6 * GB, 5 * GB, None, None, GB, GB, 1),
         PLANNED,
         Request(),
     )
-    assert "on the host, for the whole process" in told and "offload" not in told
+    assert "on the host, for the whole process" in message and "offload" not in message

@@ -1,4 +1,4 @@
-"""What a user of `Pipeline` may rely on, beside the numbers being right (tests/engine)."""
+"""Guarantees of `Pipeline` besides correct gradients, which tests/engine tests."""
 
 import copy
 import inspect
@@ -23,7 +23,7 @@ def without_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_one_plain_process_needs_no_launcher(without_launcher):
+def test_single_process_needs_no_launcher(without_launcher):
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
     plain = copy.deepcopy(model)
     inputs, targets = batch(7)
@@ -46,7 +46,7 @@ def test_stages_default_to_world_size_over_replicas():
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 6, 17])
-def test_shares_are_the_global_tensor_split(size):
+def test_shares_follow_tensor_split_of_the_global_batch(size):
     def body(world):
         pipe = Pipeline(linears(1), mean_square, replicas=2, microbatches=3, world=world)
         return pipe.share(size)
@@ -60,14 +60,14 @@ def test_shares_are_the_global_tensor_split(size):
     ]
 
 
-def test_only_the_ends_need_data_and_others_may_pass_anything():
+def test_only_first_and_last_stage_need_data():
     inputs, targets = batch()
 
     def body(world):
         pipe = Pipeline(linears(3), mean_square, microbatches=2, world=world)
-        given = inputs if pipe.needs_inputs else None, targets if pipe.needs_targets else None
-        losses = [pipe.step(*given).loss, pipe.step(inputs, targets).loss]
-        losses.append(pipe.evaluate(*given).loss)
+        data = inputs if pipe.needs_inputs else None, targets if pipe.needs_targets else None
+        losses = [pipe.step(*data).loss, pipe.step(inputs, targets).loss]
+        losses.append(pipe.evaluate(*data).loss)
         return pipe.needs_inputs, pipe.needs_targets, losses
 
     first, middle, last = run_on_threads(3, body)
@@ -75,7 +75,7 @@ def test_only_the_ends_need_data_and_others_may_pass_anything():
     assert len(set(first[2])) == 1 and first[2] == middle[2] == last[2]
 
 
-def test_names_are_global_and_together_the_whole_model():
+def test_parameter_names_are_global_and_cover_the_model():
     layers = [*linears(2), LayerSpec(nn.Identity), LayerSpec(nn.LayerNorm, WIDTH)]
 
     def body(world):
@@ -94,8 +94,8 @@ def test_names_are_global_and_together_the_whole_model():
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-def test_the_users_random_numbers_are_left_alone(stages):
-    """Ranks that are threads once restored one another's seeds at the end of a step."""
+def test_training_keeps_the_random_state_of_the_user(stages):
+    """Regression: ranks on threads restored each other's seeds at the end of a step."""
     layers = [LayerSpec(nn.Dropout, 0.5), *linears(3)]
 
     def body(world):
@@ -112,19 +112,19 @@ def test_the_users_random_numbers_are_left_alone(stages):
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_modes_that_the_user_set_are_respected():
+def test_train_and_eval_modes_set_by_the_user_are_kept():
     inputs, targets = torch.ones(64, WIDTH), torch.zeros(64, WIDTH)
-    drops = nn.Dropout(0.5)
+    dropout = nn.Dropout(0.5)
     frozen = nn.BatchNorm1d(WIDTH).eval()
 
     def body(world):
-        pipe = Pipeline([frozen, drops], mean_square, microbatches=2, world=world)
+        pipe = Pipeline([frozen, dropout], mean_square, microbatches=2, world=world)
         losses = [pipe.step(inputs, targets).loss, pipe.evaluate(inputs, targets).loss]
-        assert drops.training and not frozen.training
-        drops.eval()
+        assert dropout.training and not frozen.training
+        dropout.eval()
         losses.append(pipe.step(inputs, targets).loss)
         assert pipe.predict(inputs).mean().item() == pytest.approx(1.0, abs=1e-4)
-        assert not drops.training
+        assert not dropout.training
         return losses
 
     ((trained, evaluated, without),) = run_on_threads(1, body)
@@ -133,7 +133,7 @@ def test_modes_that_the_user_set_are_respected():
     assert frozen.running_mean.tolist() == [0.0] * WIDTH
 
 
-def test_replicas_that_start_unequal_become_replica_0():
+def test_unequal_replicas_get_the_weights_of_replica_0():
     def body(world):
         generator = torch.Generator().manual_seed(world.rank)
         layer = nn.BatchNorm1d(WIDTH)
@@ -149,7 +149,7 @@ def test_replicas_that_start_unequal_become_replica_0():
         assert torch.equal(weight, ranks[0][0]) and torch.equal(mean, ranks[0][2])
 
 
-def test_weights_depend_on_seed_and_index_never_on_the_cut():
+def test_initial_weights_depend_on_seed_and_layer_not_on_partition():
     def weights(size, **settings):
         def body(world):
             pipe = Pipeline(linears(4), mean_square, world=world, **settings)
@@ -165,14 +165,14 @@ def test_weights_depend_on_seed_and_index_never_on_the_cut():
     assert not torch.equal(one["layers.0.weight"], one["layers.1.weight"])
 
 
-def test_modules_that_come_built_keep_their_weights():
+def test_built_module_keeps_its_weights():
     layer = nn.Linear(WIDTH, WIDTH)
     weight = layer.weight.detach().clone()
     run_on_threads(1, lambda world: Pipeline([layer], mean_square, world=world) and None)
     assert torch.equal(layer.weight, weight)
 
 
-def test_evaluation_and_prediction_change_nothing():
+def test_evaluation_and_prediction_change_no_state():
     inputs, targets = batch()
 
     def body(world):
@@ -189,8 +189,8 @@ def test_evaluation_and_prediction_change_nothing():
     assert all(all(same) for same in run_on_threads(2, body))
 
 
-def test_evaluation_and_prediction_under_the_users_inference_mode():
-    """Tensors made there have no version to tell writes in place by: evaluation failed."""
+def test_evaluation_and_prediction_work_in_inference_mode():
+    """Regression: evaluation failed, as inference tensors have no version counter."""
     inputs, targets = batch()
 
     def body(world):
@@ -203,7 +203,7 @@ def test_evaluation_and_prediction_under_the_users_inference_mode():
     assert run_on_threads(2, body) == [True, True]
 
 
-def test_step_under_the_users_inference_mode_is_the_same_step():
+def test_step_in_inference_mode_gives_the_same_gradients():
     inputs, targets = batch()
 
     def body(world):
@@ -218,7 +218,7 @@ def test_step_under_the_users_inference_mode_is_the_same_step():
     assert all(all(same) for same in run_on_threads(2, body))
 
 
-def test_loss_without_a_graph_is_refused_as_it_would_train_nothing():
+def test_loss_without_a_graph_raises():
     inputs, targets = batch()
     pipe = Pipeline(linears(2), lambda o, t: mean_square(o, t).detach(), microbatches=2)
     with pytest.raises(ActionError, match=r"action 0[FR].*loss_fn: expected a loss that autograd"):
@@ -226,14 +226,14 @@ def test_loss_without_a_graph_is_refused_as_it_would_train_nothing():
     pipe.evaluate(inputs, targets)
 
 
-def test_clipping_to_a_negative_norm_is_refused():
+def test_clipping_to_a_negative_norm_raises():
     pipe = Pipeline(linears(2), mean_square, microbatches=2)
     pipe.step(*batch())
     with pytest.raises(ConfigError, match=r"clip_grad_norm_: max_norm must be 0 or more"):
         pipe.clip_grad_norm_(-1.0)
 
 
-def test_loss_without_a_graph_is_right_where_there_is_nothing_to_train():
+def test_loss_without_a_graph_is_allowed_if_nothing_trains():
     inputs, targets = batch()
     without = [nn.Tanh(), nn.Tanh()]
     assert Pipeline(without, mean_square, microbatches=2).step(inputs, targets).loss > 0
@@ -241,7 +241,7 @@ def test_loss_without_a_graph_is_right_where_there_is_nothing_to_train():
     assert nothing.step(inputs, targets).loss == 0
 
 
-def test_predictions_come_in_input_order_on_every_rank_of_the_replica():
+def test_predictions_keep_input_order_on_every_rank_of_a_replica():
     inputs = torch.arange(7.0).view(7, 1)
 
     class Describe(nn.Module):
@@ -286,7 +286,7 @@ def test_schedule_may_be_a_table(make):
         assert all(torch.equal(a, b) for a, b in zip(gradients, named, strict=True))
 
 
-def test_inputs_and_targets_may_be_nests():
+def test_inputs_and_targets_may_be_nested():
     class Add(nn.Module):
         def forward(self, nest):
             return nest["a"] * nest["scale"] + nest["rest"][0]
@@ -306,28 +306,28 @@ def test_inputs_and_targets_may_be_nests():
         assert loss == 16.0 and torch.equal(output, 4 * ones)
 
 
-def test_calls_that_ranks_make_together_say_so(repository):
-    """A script that saved on rank 0 alone waited for the others, and nothing had told it."""
+def test_collective_calls_are_documented_as_collective(repository):
+    """Otherwise a script that saves on rank 0 only would wait without a documented reason."""
     public = {name: each for name, each in vars(Pipeline).items() if not name.startswith("_")}
     calls = {name: each for name, each in public.items() if inspect.isfunction(each)}
-    together = {n for n, each in calls.items() if "collective_errors(" in inspect.getsource(each)}
-    assert {"step", "evaluate", "save", "load", "timeline", "clip_grad_norm_"} <= together
+    collective = {n for n, each in calls.items() if "collective_errors(" in inspect.getsource(each)}
+    assert {"step", "evaluate", "save", "load", "timeline", "clip_grad_norm_"} <= collective
     page = (repository / "docs/reference/library.md").read_text()
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `pipe.")]
-    told = {
+    documented = {
         name for call, who in rows if who.strip() in ("all", "replica") for name in _names(call)
     }
-    assert told == together
+    assert documented == collective
     for name, each in calls.items():
-        assert ("Every rank" in (each.__doc__ or "")) == (name in together), name
+        assert ("Every rank" in (each.__doc__ or "")) == (name in collective), name
 
 
 def _names(call):
     return re.findall(r"pipe\.(\w+)", call)
 
 
-def test_arrays_of_numpy_are_as_good_as_tensors():
-    """A user's arrays failed with "expected a nest with at least one tensor"."""
+def test_numpy_arrays_give_the_same_results_as_tensors():
+    """Regression: arrays failed with "expected a nest with at least one tensor"."""
     inputs, targets = batch(7)
     x, y = inputs.numpy().copy(), targets.numpy().copy()
 
@@ -355,12 +355,12 @@ def test_arrays_of_numpy_are_as_good_as_tensors():
     ],
     ids=["byte order", "backwards", "read only"],
 )
-def test_arrays_that_torch_does_not_share_are_copied(array):
+def test_arrays_that_torch_cannot_share_are_copied(array):
     pipe = Pipeline(nn.Sequential(nn.Identity()), mean_square)
     assert torch.equal(pipe.predict(array), torch.tensor(array.tolist()))
 
 
-def test_arrays_of_other_things_than_numbers_are_refused():
+def test_array_of_strings_is_rejected():
     pipe = Pipeline(nn.Sequential(nn.Identity()), mean_square)
     with pytest.raises(DataError, match=r"inputs: torch has no dtype.*astype"):
         pipe.predict(np.array(["a", "b"]))

@@ -1,4 +1,4 @@
-"""Each setting takes what its field says, and nothing else."""
+"""Each setting accepts the values that its field allows, and no others."""
 
 import math
 from copy import deepcopy
@@ -25,8 +25,8 @@ CONFIGS = [
     Config(data=TokenDataConfig()),
     Config(data=ImageDataConfig()),
 ]
-# Each setting with settings of a run that have it.
-PLACES = {
+# Each setting by name, with a config that contains it.
+SETTINGS = {
     setting.name: (setting, config)
     for config in CONFIGS
     for group in fields(Config)
@@ -40,14 +40,15 @@ LIMITS = Path(__file__).parent / "limits.txt"
 
 
 def with_value(name, value):
-    """Return the settings of a run of which one has another value."""
-    config = deepcopy(PLACES[name][1])
+    """Return a config in which one setting has another value."""
+    config = deepcopy(SETTINGS[name][1])
     section, _, field = name.rpartition(".")
     setattr(attrgetter(section)(config), field, value)
     return config
 
 
-def is_refused(name, value):
+def is_rejected(name, value):
+    """Return whether a value is rejected; assert that the error names the setting and a remedy."""
     try:
         with_value(name, value).check_values()
     except ConfigError as error:
@@ -56,51 +57,51 @@ def is_refused(name, value):
     return False
 
 
-def test_limits_are_those_that_were_agreed_on():
-    """A range that a field loses would be missed by no test that reads it from the field."""
+def test_ranges_and_choices_match_the_limits_file():
+    """Otherwise a lost range would go unnoticed: other tests read ranges from the fields."""
     lines = [
         f"{name}: {setting.range or setting.choices}"
-        for name, (setting, _) in sorted(PLACES.items())
+        for name, (setting, _) in sorted(SETTINGS.items())
         if setting.range or setting.choices
     ]
     assert LIMITS.read_text("utf-8").splitlines() == lines
 
 
-@pytest.mark.parametrize("name", [n for n, (s, _) in PLACES.items() if s.range])
-def test_numbers_at_the_bounds_pass_and_beyond_are_refused(name):
-    setting = PLACES[name][0]
+@pytest.mark.parametrize("name", [n for n, (s, _) in SETTINGS.items() if s.range])
+def test_numbers_are_accepted_up_to_their_bounds(name):
+    setting = SETTINGS[name][0]
     least, most = setting.range.least, setting.range.most
     step = 1 if setting.plain_kind is int else 1e-9 * max(1.0, abs(least))
-    assert is_refused(name, least) is setting.range.excludes_least
-    assert is_refused(name, least - step)
-    assert is_refused(name, math.nan) and is_refused(name, math.inf)
+    assert is_rejected(name, least) is setting.range.excludes_least
+    assert is_rejected(name, least - step)
+    assert is_rejected(name, math.nan) and is_rejected(name, math.inf)
     if most < 2**63:
-        assert is_refused(name, most) is setting.range.excludes_most
-        assert is_refused(name, most * 2)
-    assert not is_refused(name, None) or setting.default is not None
+        assert is_rejected(name, most) is setting.range.excludes_most
+        assert is_rejected(name, most * 2)
+    assert not is_rejected(name, None) or setting.default is not None
 
 
-@pytest.mark.parametrize("name", [n for n, (s, _) in PLACES.items() if s.choices])
-def test_choices_pass_in_any_case_and_other_names_are_refused(name):
-    setting = PLACES[name][0]
+@pytest.mark.parametrize("name", [n for n, (s, _) in SETTINGS.items() if s.choices])
+def test_choices_pass_in_any_case_and_other_names_are_rejected(name):
+    setting = SETTINGS[name][0]
     for choice in setting.choices.names:
         given = [choice.upper()] if setting.plain_kind is list else choice.upper()
         config = with_value(name, given)
         config.normalise()
         config.check_values()
-    one = setting.choices.names[-1] + "x"
-    assert is_refused(name, [one] if setting.plain_kind is list else one)
+    unknown = setting.choices.names[-1] + "x"
+    assert is_rejected(name, [unknown] if setting.plain_kind is list else unknown)
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63)])
-def test_whole_numbers_fit_an_integer_of_torch(number):
-    """Data hashed with a seed of 31 digits ended in NumPy's OverflowError."""
+def test_integer_at_the_64_bit_limit_is_rejected(number):
+    """Regression: a data seed of 31 digits ended in NumPy's OverflowError."""
     with pytest.raises(ConfigError, match=r"bad anything, expected .*9223372036854775807"):
         Setting("anything", int).check(number)
 
 
-def test_each_level_has_settings_and_stable_ones_are_there():
-    """Scripts rely on these: design.md, section 6."""
+def test_stable_settings_exist_and_each_level_has_settings():
+    """Users' scripts rely on these names (design.md, section 6)."""
     known = {each.name for each in settings_of(Config)}
     stable = {
         "pipeline": "stages replicas microbatches schedule options recompute partition layout pins "
@@ -144,12 +145,12 @@ def test_each_level_has_settings_and_stable_ones_are_there():
         ({"compress": "gzip"}, r"outer\.compress, expected one of none, bfloat16"),
     ],
 )
-def test_ways_to_combine_gradients_that_cannot_work_are_refused(given, words):
+def test_invalid_outer_settings_are_rejected(given, words):
     with pytest.raises(ConfigError, match=words):
         Outer(**given).checked()
 
 
-def test_ways_to_combine_gradients_that_work_are_spelled_as_ours():
+def test_valid_outer_settings_are_normalised():
     found = Outer(bucket_bytes="1MB", compress="BF16", weights=[3, 1]).checked()
     assert found == Outer(bucket_bytes=1e6, compress="bfloat16", weights=[3, 1])
     assert Outer(every=4, parts=4, behind=3, momentum=0.9, nesterov=True).checked().uses_local_sgd
@@ -157,6 +158,6 @@ def test_ways_to_combine_gradients_that_work_are_spelled_as_ours():
     assert replace(found, compress="none").num_residuals == 0 and found.num_residuals == 1
 
 
-def test_a_field_of_a_subclass_keeps_the_range_of_the_field_that_it_overrides():
+def test_overriding_field_inherits_range_and_meaning():
     lr = {each.name: each for each in settings_of(OPTIMIZERS["lars"])}["lr"]
     assert lr.default == 2.0 and lr.range.least == 0 and lr.meaning.startswith("Peak")
