@@ -206,7 +206,7 @@ def test_parameter_used_by_one_copy_gets_gradient_on_all_copies():
 def test_checkpoint_stores_copies_once_and_loads_in_other_layouts(
     processes, tmp_path, stored_tensors
 ):
-    """Saved with Chimera, loaded in one process, with zb_v and with Chimera."""
+    """Saves with Chimera; loads in one process, with zb_v and with Chimera."""
     path, data = tmp_path / "checkpoint", batches(4, 13, 3, 2)
 
     def resume(world=None, **settings):

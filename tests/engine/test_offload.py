@@ -92,7 +92,7 @@ def test_offload_is_bitwise_equal_in_every_schedule(name, recompute):
 
 
 def alive_storages(recipe, layers, *, offload):
-    """Return for each storage saved by autograd whether it is alive after F or, if set, OFFLOAD."""
+    """Return for each saved storage whether it is alive after F, or after OFFLOAD if `offload`."""
     stage = Stage(0, dict(enumerate(layers)), HostDevice(), StageRoutes({-1: ()}, {}))
     references = []
 

@@ -152,7 +152,7 @@ class OverwritesInput(nn.Module):
 
 
 def test_input_modified_before_its_recomputation_is_refused(plain):
-    """Regression: it was recomputed from the modified input.
+    """Regression: the output was recomputed from the modified input.
 
     In a plain loop the backward would have ended before the modification.
     """

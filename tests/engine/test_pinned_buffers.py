@@ -132,7 +132,7 @@ def test_events_of_released_buffers_are_released():
 
 
 def test_host_tensor_stays_on_host_after_fetch():
-    """Regression: it was fetched as a device tensor."""
+    """Regression: a host tensor was fetched as a device tensor."""
     with single_device() as device:
         copy = HostCopy([], device, PinnedBufferPool(device))
         weight = device.to_device(torch.ones(4)).requires_grad_()

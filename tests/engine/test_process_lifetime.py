@@ -93,7 +93,7 @@ def test_training_run_forms_only_the_groups_of_its_pipeline(processes, tmp_path)
 
 
 def test_new_pipeline_trains_after_a_refused_one(processes, tmp_path):
-    """Regression: the error report of the first one stayed in the store and stopped the second."""
+    """Regression: the first pipeline's error report stayed in the store and stopped the second."""
 
     def body(rank):
         # Rank 0 builds the layout and raises the error; rank 1 receives its report.
@@ -123,7 +123,7 @@ def test_new_pipeline_trains_after_a_failed_step(processes, tmp_path):
 
 
 def test_rank_that_fails_before_building_its_pipeline_stops_others(processes, tmp_path):
-    """Regression: the others waited for it to join their groups until the timeout ended."""
+    """Regression: others waited until the timeout for the failed rank to join their groups."""
 
     def body(rank):
         if rank == 0:

@@ -162,7 +162,7 @@ def refuse(*args):
 
 
 def test_user_error_on_a_single_rank_is_reported(processes, tmp_path):
-    """Regression: it became "generator raised StopIteration", without another rank to notify."""
+    """Regression: it became "generator raised StopIteration" without another rank to notify."""
 
     def body(rank):
         with pytest.raises(Exception, match="the user's own mistake") as caught:

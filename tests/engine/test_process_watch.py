@@ -43,7 +43,7 @@ def sockets():
 
 
 def test_forked_process_inherits_no_connection_of_its_parent(processes, tmp_path):
-    """Regression: it kept connections of a dead rank open, so other ranks continued to wait."""
+    """Regression: the child kept connections of a dead rank open, so others continued to wait."""
 
     def body(rank):
         before = sockets()
@@ -62,7 +62,7 @@ def test_forked_process_inherits_no_connection_of_its_parent(processes, tmp_path
 
 
 def test_forked_process_that_closes_its_world_does_not_end_its_parent(processes, tmp_path):
-    """Regression: it ran its parent's clean-up, so other ranks assumed that the parent had left."""
+    """Regression: the child ran its parent's clean-up, so others treated the parent as gone."""
 
     def body(rank):
         pipe = build(silence_s=4.0)
@@ -144,7 +144,7 @@ class FakeAccelerator(HostDevice):
 
 
 def test_computing_rank_raises_error_of_failed_rank_when_its_step_ends(processes, tmp_path):
-    """Regression: it ran its optimizer with gradients that an abort may have left incomplete."""
+    """Regression: the rank ran its optimizer with gradients that an abort may have corrupted."""
 
     def body(rank):
         world = start_world(timeout_s=30.0)

@@ -155,17 +155,17 @@ def test_numbers_reported_by_ranks_are_summarized():
         silent = pipe.step(data[0][part], data[1][part])
         return result.rank_summary, silent.rank_summary
 
-    told, silent = run_on_threads(4, body)[0]
-    assert told.totals[:2] == (6.0, float("inf")) and told.first[:2] == (3, 0)
-    assert (told.least[0], told.greatest[0]) == (0.0, 3.0)
-    assert {len(part) for part in (*told[:4], *told.each)} == {NUM_REPORTED}
-    assert [each[:2] for each in told.each] == [(float(rank), float("inf")) for rank in range(4)]
+    summary, silent = run_on_threads(4, body)[0]
+    assert summary.totals[:2] == (6.0, float("inf")) and summary.first[:2] == (3, 0)
+    assert (summary.least[0], summary.greatest[0]) == (0.0, 3.0)
+    assert {len(part) for part in (*summary[:4], *summary.each)} == {NUM_REPORTED}
+    assert [each[:2] for each in summary.each] == [(float(rank), float("inf")) for rank in range(4)]
     assert silent[:4] == ((0.0,) * NUM_REPORTED,) * 3 + ((0,) * NUM_REPORTED,)
 
 
 @pytest.mark.parametrize("told", [["a"], 0.5, None])
 def test_report_that_is_not_a_list_of_numbers_is_refused(told):
-    """Regression: it raised a ValueError or TypeError that did not mention `tell`."""
+    """Regression: such a report raised a ValueError or TypeError that did not mention `tell`."""
 
     def body(world):
         pipe = Pipeline(linears(4), mean_square, stages=2, world=world)
@@ -246,7 +246,7 @@ def test_step_flags_have_separate_positions():
 
 
 def test_local_sgd_combines_flags_within_each_replica():
-    """Between replicas, only the flag that the trained parameters have changed is combined."""
+    """Between replicas, only the flag for a change of the trained parameters is combined."""
 
     def body(world):
         replica = world.rank // 2
@@ -293,7 +293,7 @@ def test_local_sgd_reduction_has_no_flags_of_single_replicas(replicas, monkeypat
 
 
 def test_tied_parameter_adds_only_its_own_reduction():
-    """Regression: a further all-reduce combined whether any of its ranks had used it."""
+    """Regression: its flags of use were combined in a further all-reduce of its ranks."""
     data = token_batch(vocabulary=11)
     for each in count(TIED, 2, 2, loss=token_cross_entropy, data=data):
         assert each == {("waited", 4): 1, ("started", 2): 1, ("started", 4): 1}

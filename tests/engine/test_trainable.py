@@ -110,10 +110,8 @@ def test_parameter_frozen_in_one_process_raises_error_over_gloo(
             found.append(str(error))
         return found
 
-    messages = processes(2, body, tmp_path)
-    assert (
-        messages[0] == messages[1] and "layers.1.weight: expected each parameter" in messages[0][0]
-    )
+    errors = processes(2, body, tmp_path)
+    assert errors[0] == errors[1] and "layers.1.weight: expected each parameter" in errors[0][0]
 
 
 SWITCHES = {

@@ -66,7 +66,7 @@ def test_rank_has_few_queues_with_any_schedule_and_many_replicas():
     ids=lambda options: ", ".join(map(str, options)),
 )
 def test_no_group_runs_its_first_collective_within_a_step(monkeypatch, options):
-    """Regression: batch norm's group did; on an accelerator it takes seconds to connect ranks."""
+    """Regression: batch norm's group did, and connecting ranks takes seconds on an accelerator."""
     called: list[ThreadGroup] = []
     collective = ThreadGroup._collective
 
