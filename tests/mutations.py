@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import coverage
 import pytest
@@ -182,12 +183,30 @@ def draw(packages: Sequence[str], number: int, seed: int) -> list[Fault]:
 class Recorder:
     """Pytest plugin that records which test executes which line, and how long each test takes."""
 
-    def __init__(self, recorded: coverage.Coverage) -> None:
-        self._recorded = recorded
+    def __init__(self, start: Callable[..., coverage.Coverage]) -> None:
+        self._start, self._recorded = start, start()
+        self._test, self._exit = "", os._exit
         self.seconds: dict[str, float] = {}
+        os.register_at_fork(after_in_child=self._start_in_child)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._test = nodeid
         self._recorded.switch_context(nodeid)
+
+    def _start_in_child(self) -> None:
+        """Record a forked process, as of tests with several ranks, in a file of its own."""
+        self._recorded.stop()
+        self._recorded = self._start(context=self._test)
+        os._exit = self._save_and_exit
+
+    def _save_and_exit(self, code: int) -> NoReturn:
+        self.save()
+        self._exit(code)
+
+    def save(self) -> None:
+        """Stop recording and write the record."""
+        self._recorded.stop()
+        self._recorded.save()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + report.duration
@@ -278,18 +297,21 @@ class Coverage:
         folder = folder.resolve()
         num_workers = os.cpu_count() or 1
 
-        def record(worker: int) -> int:
+        def start(context: str | None = None) -> coverage.Coverage:
             recorded = coverage.Coverage(
-                data_file=str(folder / f"lines.{worker}"),
+                data_file=str(folder / f"lines.{os.getpid()}"),
                 source=[str(copied / "gpipe_hpc" / name) for name in packages],
                 config_file=False,
+                context=context,
             )
             recorded.set_option("run:relative_files", True)
-            recorder = Recorder(recorded)
             recorded.start()
+            return recorded
+
+        def record(worker: int) -> int:
+            recorder = Recorder(start)
             run_pytest(files[worker::num_workers], recorder)
-            recorded.stop()
-            recorded.save()
+            recorder.save()
             (folder / f"seconds.{worker}").write_text(json.dumps(recorder.seconds), "utf-8")
             return 0
 

@@ -27,6 +27,7 @@ from gpipe_hpc.comm.collectives.planned import (
     start_reduce_scatter,
 )
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
+from gpipe_hpc.comm.collectives.shared_memory_sum import SharedMemorySum
 from gpipe_hpc.comm.collectives.sparse_group import SparseGroup
 from gpipe_hpc.comm.collectives.summing import NARROW, BackendReductions, widened
 from gpipe_hpc.comm.collectives.works import Started, TorchWorks
@@ -51,6 +52,7 @@ class TorchGroup:
         pulse: activity tracker, to which the ranks being waited for are reported.
         device: the device of this rank.
         host: group of the same ranks for host tensors, if `group` handles only device tensors.
+        shared_sum: sums small host tensors in shared memory, if the ranks share some.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TorchGroup:
         pulse: ActivityTracker,
         device: Device,
         host: SparseGroup | None = None,
+        shared_sum: SharedMemorySum | None = None,
     ) -> None:
         self.ranks = ranks
         self.size = self.width = len(ranks)
@@ -67,6 +70,7 @@ class TorchGroup:
         self.sent = TrafficCounter()
         self.torch_group = group
         self._pulse, self._device = pulse, device
+        self._shared_sum = shared_sum
         self._carries, self._knows = (
             uses_device_memory(group, device),
             accepts_device(group, device),
@@ -88,8 +92,11 @@ class TorchGroup:
         return self._collective(work, tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` in place."""
-        self.start_all_reduce(tensor).wait()
+        """Sum `tensor` in place, in shared memory if it is small."""
+        if self._shared_sum is not None and self._shared_sum.takes(tensor):
+            self._shared_sum.all_reduce(tensor)
+        else:
+            self.start_all_reduce(tensor).wait()
 
     def all_reduce_hierarchical(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """All-reduce `tensor` in place; there is only one level."""

@@ -7,9 +7,10 @@ import multiprocessing.util
 import os
 import secrets
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gpipe_hpc.comm.collectives.group import ControlGroup, Group, SoloGroup, rank_names
 from gpipe_hpc.comm.collectives.orders import in_gloo_order
 from gpipe_hpc.comm.collectives.pairs import PairConnections
+from gpipe_hpc.comm.collectives.shared_memory_sum import SharedMemorySum, all_channels
 from gpipe_hpc.comm.collectives.sparse_group import MESHED, SparseGroup
 from gpipe_hpc.comm.collectives.torch_adapter import StartBroadcast, TorchGroupAdapter
 from gpipe_hpc.comm.collectives.torch_group import EXCHANGE_TAG, TorchGroup
@@ -137,10 +139,11 @@ class ProcessWorld:
             self._board_of_notices.absent,
         )
         self._num_transports = 0
+        self._num_sums: Counter[tuple[int, ...]] = Counter()  # groups that sum in shared memory
         # First of all, so that from here on the others notice a rank that ends or hangs.
         self._board = self._open_board(keys, watchfulness)
         with collective_errors(self, "joining the other ranks"):
-            self.world_group = self.control_group([range(self.size)])
+            self.world_group = self._control_group(range(self.size), self._group_of)
         # NCCL groups must be destroyed on all ranks together, not by garbage collection.
         unasked = [] if uses_own else self._groups
         self._release = weakref.finalize(self, _release, self._board, unasked, self._wide_pairs)
@@ -219,13 +222,33 @@ class ProcessWorld:
 
     def control_group(self, members: Sequence[Sequence[int]]) -> ControlGroup:
         """Form a group for small sums and objects: a hierarchy of groups if it has many ranks."""
-        ranks = self._own(members)
+        return self._control_group(self._own(members), self._summing_group)
+
+    def _control_group(
+        self, ranks: Sequence[int], form: Callable[[Sequence[int]], Group]
+    ) -> ControlGroup:
+        """Form a group, or a hierarchy of groups, each by `form`."""
         if len(ranks) <= self._width:
-            return self._group_of(ranks)
+            return form(ranks)
         position = ranks.index(self.rank)
         levels = own_tree_levels(len(ranks), position, self._width)
-        groups = [self._group_of([ranks[i] for i in level]) for level in levels]
+        groups = [form([ranks[i] for i in level]) for level in levels]
         return TreeGroup(ranks, position, groups, self._width)
+
+    def _summing_group(self, members: Sequence[int]) -> Group:
+        """Form a group that sums small tensors in shared memory, if its ranks are on one host."""
+        ranks = tuple(members)
+        if len(ranks) == 1 or len(ranks) > self._meshed or self._uses_mpi:
+            return self._group_of(ranks)
+        self._num_sums[ranks] += 1
+        what = f"sums {self._num_sums[ranks]} of {rank_names(ranks)}"
+        hosts = self._exchange_texts(f"hosts of {what}", self._host, ranks)
+        shared_sum = None
+        if len(set(hosts.values())) == 1 and self._host:
+            shared = self._shared_transport(all_channels(ranks), what)
+            transport = RoutedTransport(dict.fromkeys(all_channels(ranks), shared), self._pulse)
+            shared_sum = SharedMemorySum(ranks, self.rank, transport)
+        return TorchGroup(self._form(ranks), ranks, self._pulse, self.device, shared_sum=shared_sum)
 
     def _own(self, members: Sequence[Sequence[int]]) -> Sequence[int]:
         own = next((ranks for ranks in members if self.rank in ranks), None)
@@ -274,40 +297,47 @@ class ProcessWorld:
         self._num_transports += 1
         what = f"channels {self._num_transports}"
         own = [c for c in channels if self.rank in _ends(c)]
-        hosts = self._exchange_texts(f"hosts of {what}", self._host(device), _peers(own, self.rank))
+        if self._no_memory and not device.is_accelerator:
+            log.warning(
+                "rank %d: cannot share memory with other processes (%s); boundaries are sent by "
+                "torch.distributed, which copies more; set comm.shared_memory=false if this is "
+                "intended",
+                *(self.rank, self._no_memory),
+            )
+        host = "" if device.is_accelerator else self._host
+        hosts = self._exchange_texts(f"hosts of {what}", host, _peers(own, self.rank))
         here = [c for c in own if _one_host(hosts, c)]
         apart = [c for c in own if c not in here]
         self._warn_divided(hosts, apart)
         routes: dict[PlacedChannel, Transport] = {}
         if here:
-            seconds = self._timeout.total_seconds()
-            tell = partial(self._exchange_texts, f"sockets of {what}")
-            shared = open_shared_transport(here, self.rank, tell, seconds)
-            self._shared.add(shared)
-            routes |= dict.fromkeys(here, shared)
+            routes |= dict.fromkeys(here, self._shared_transport(here, what))
         if apart:
             routes |= dict.fromkeys(apart, self._torch_transport(apart, device))
         return RoutedTransport(routes, self._pulse)
+
+    def _shared_transport(self, channels: Sequence[PlacedChannel], what: str) -> SharedTransport:
+        exchange = partial(self._exchange_texts, f"sockets of {what}")
+        limit_s = self._timeout.total_seconds()
+        shared = open_shared_transport(channels, self.rank, exchange, limit_s)
+        self._shared.add(shared)
+        return shared
 
     def _exchange_texts(self, what: str, text: str, peers: Collection[int]) -> Mapping[int, str]:
         """Publish a text; return the texts that the peers publish and this rank's own, by rank."""
         return _exchange_texts_among(self._board_of_notices, self.rank, what, text, peers)
 
-    def _host(self, device: Device) -> str:
+    @cached_property
+    def _no_memory(self) -> str:
+        """Return why this rank cannot share memory; empty if it can, or if it is set not to."""
+        return why_not_shared() if self._shares_memory else ""
+
+    @property
+    def _host(self) -> str:
         """Return a text equal on all ranks that can share memory; empty if this rank cannot."""
-        if not self._shares_memory or device.is_accelerator:
-            return ""
-        refusal = why_not_shared()
-        if refusal:
-            # The empty text makes both ends of a channel use torch.
-            log.warning(
-                "rank %d: cannot share memory with other processes (%s); boundaries are sent by "
-                "torch.distributed, which copies more; set comm.shared_memory=false if this is "
-                "intended",
-                *(self.rank, refusal),
-            )
         # Both processes must see the same folder at the path of the socket.
-        return "" if refusal else folder_identity(meeting_place())
+        can_share = self._shares_memory and not self._no_memory
+        return folder_identity(meeting_place()) if can_share else ""
 
     def _warn_divided(self, hosts: Mapping[int, str], channels: Sequence[PlacedChannel]) -> None:
         """Warn once if ranks of this machine cannot share memory, for lack of a common folder."""
