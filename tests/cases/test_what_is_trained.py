@@ -518,6 +518,59 @@ def test_optimizers_that_look_across_parameters_are_refused(kind):
         optimizers(lambda pipe: pipe.optimizer(kind))
 
 
+class Ascent(torch.optim.SGD):
+    """An optimizer that cannot step without a closure."""
+
+    def step(self, closure):
+        closure()
+        return super().step()
+
+
+class CoupledAscent(Ascent):
+    def step(self, closure):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+def test_optimizers_that_need_a_closure_are_tried_with_one():
+    def body(world, kind):
+        pipe = Pipeline(linears(), nn.MSELoss(), world=world, stages=2)
+        return type(pipe.optimizer(partial(kind, lr=0.1)))
+
+    assert run_on_threads(2, lambda world: body(world, Ascent)) == [Ascent, Ascent]
+    with pytest.raises(Exception, match="combines parameters"):
+        run_on_threads(2, lambda world: body(world, CoupledAscent))
+
+
+def test_a_tried_optimizer_calls_no_hook_and_keeps_its_parameters():
+    calls = []
+
+    class Hooked(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            self.register_step_pre_hook(lambda *_: calls.append("before"))
+            self.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def body(world):
+        pipe = Pipeline(linears(), nn.MSELoss(), world=world, stages=2)
+        before = [p.detach().clone() for p in pipe.parameters()]
+        pipe.optimizer(Hooked)
+        return all(map(torch.equal, before, pipe.parameters()))
+
+    assert run_on_threads(2, body) == [True, True]
+    assert not calls
+
+
+def test_an_optimizer_of_a_rank_without_parameters_has_none():
+    def body(world):
+        layers = [nn.Flatten(), nn.Tanh(), nn.Linear(6, 6).double()]
+        pipe = Pipeline(layers, nn.MSELoss(), world=world, stages=2, partition=[2, 1])
+        optimizer = pipe.optimizer(torch.optim.AdamW)
+        return [len(group["params"]) for group in optimizer.param_groups]
+
+    assert run_on_threads(2, body) == [[0], [2]]
+
+
 def test_they_are_fine_where_each_rank_has_all():
     made = optimizers(lambda pipe: pipe.optimizer(partial(Coupled, lr=0.1)), stages=1, replicas=2)
     assert {type(optimizer) for _, optimizer in made} == {Coupled}

@@ -51,6 +51,9 @@ REFUSED = [
     ("comm.backend=mpi4py", "comm.backend, expected one of auto, mpi, gloo"),
     ("draw.format=pdf", "draw.format, expected one of"),
     ("outer.order=rnak", "outer.order, expected one of backend, rank, got 'rnak'; did you mean"),
+    ("plan.precisions={float33: 1e10}", "plan.precisions, expected float32, "),
+    ("plan.precisions={bfloat16: 0.5}", "plan.precisions, expected float32, "),
+    ("plan.precisions={bfloat16: true}", "plan.precisions, expected float32, "),
     ("outer.shard=zero", "outer.shard, expected one of none, flat, oss, got 'zero'"),
 ]
 

@@ -161,3 +161,19 @@ def test_valid_outer_settings_are_normalised():
 def test_overriding_field_inherits_range_and_meaning():
     lr = {each.name: each for each in settings_of(OPTIMIZERS["lars"])}["lr"]
     assert lr.default == 2.0 and lr.range.least == 0 and lr.meaning.startswith("Peak")
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        (Outer(), ""),
+        (Outer(compress="qsgd"), "outer.compress=qsgd: not exact"),
+        (Outer(every=4), "every 4 steps their parameters are averaged, and an outer SGD"),
+        (Outer(every=4, parts=2), "are averaged, in 2 parts in turn, and"),
+        (Outer(every=4, behind=1), "are averaged, arriving 1 steps later, and"),
+        (Outer(every=4, compress="qsgd"), "mean change, sent as qsgd. outer=allreduce is exact"),
+    ],
+)
+def test_inexact_data_parallelism_is_explained(outer, message):
+    assert message in outer.inexact()
+    assert bool(outer.inexact()) is bool(message)
