@@ -37,28 +37,44 @@ def sgd(pipe):
     return torch.optim.SGD(groups, lr=RATE)
 
 
-def train(pipe, optimizer, data, *, calls=True):
-    """Train; return the losses and the steps after which parameters were averaged."""
+def adamw(pipe):
+    return torch.optim.AdamW(pipe.parameters(), lr=RATE)
+
+
+def train(pipe, optimizer, data, *, calls=True, max_norm=None, frozen_in_step=None):
+    """Train; return the losses and the steps after which parameters were averaged.
+
+    `frozen_in_step`: the step before which each of these parameters is frozen.
+    """
     losses, stepped = [], []
     for inputs, targets in data:
+        freeze(dict(pipe.named_parameters()), frozen_in_step, pipe.steps_done + 1)
         part = pipe.share(len(inputs))
         losses.append(pipe.step(inputs[part], targets[part]).loss)
+        if max_norm is not None:
+            pipe.clip_grad_norm_(max_norm)
         optimizer.step()
         if calls and pipe.outer_step():
             stepped.append(pipe.steps_done)
     return losses, stepped
 
 
+def freeze(named, frozen_in_step, step):
+    for name, first in (frozen_in_step or {}).items():
+        if name in named and step == first:
+            named[name].requires_grad_(False)
+
+
 def weights(pipe):
     return {name: p.detach().clone() for name, p in pipe.named_parameters()}
 
 
-def run(ranks, outer, data, stages=2, optimizer=sgd, **options):
+def run(ranks, outer, data, stages=2, optimizer=sgd, training=None, **options):
     """Train; return losses, final weights and outer steps of each rank."""
 
     def body(world):
         pipe = make(world, outer, stages, **dict(options))
-        losses, stepped = train(pipe, optimizer(pipe), data)
+        losses, stepped = train(pipe, optimizer(pipe), data, **(training or {}))
         pipe.outer_state()  # waits for pending averages
         return losses, weights(pipe), stepped
 
@@ -108,37 +124,107 @@ def test_tied_parameters_equal_synchronous_training():
     assert_near(run(4, EVERY_STEP, data, layers=layers), run(4, {}, data, layers=layers))
 
 
-def reference(data, *, every, lr, momentum, nesterov, replicas=2):
-    """Train with algorithm 1 of DiLoCo in plain torch; return the weights of each replica."""
-    template = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)]
-    named = run_on_threads(1, lambda world: weights(make(world, {}, 1)))[0]
-    models = []
-    for _ in range(replicas):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in template))
+class Replica(nn.Sequential):
+    """A replica in plain torch with its own inner optimizer, and the initial weights of `make`."""
+
+    def __init__(self, initial, inner, max_norm):
+        super().__init__(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)))
+        self.named = {f"layers.{name}": p for name, p in self.named_parameters()}
         with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(named[f"layers.{name}"])
-        models.append(model)
-    inner = [torch.optim.AdamW(m.parameters(), lr=RATE) for m in models]
-    anchors = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
-    outer = torch.optim.SGD(anchors, lr=lr, momentum=momentum, nesterov=nesterov)
-    for step, (inputs, targets) in enumerate(data, start=1):
-        for replica, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
-            x = inputs.tensor_split(replicas)[replica]
-            t = targets.tensor_split(replicas)[replica]
-            optimizer.zero_grad()
-            (square_sum(model(x), t)[0] / len(x)).backward()
-            optimizer.step()
-        if step % every == 0:
-            for i, anchor in enumerate(anchors):
-                own = [list(model.parameters())[i].detach() for model in models]
-                anchor.grad = sum(anchor.detach() - each for each in own) / replicas
-            outer.step()
-            with torch.no_grad():
-                for model in models:
-                    for p, anchor in zip(model.parameters(), anchors, strict=True):
-                        p.copy_(anchor)
-    return [{f"layers.{n}": p.detach() for n, p in model.named_parameters()} for model in models]
+            for name, p in self.named.items():
+                p.copy_(initial[name])
+        self.optimizer, self.max_norm, self.norms = inner(self), max_norm or float("inf"), []
+
+    def train_step(self, inputs, targets):
+        self.optimizer.zero_grad()
+        (square_sum(self(inputs), targets)[0] / len(inputs)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.max_norm)
+        self.norms.append(norm.item())
+        self.optimizer.step()
+
+
+class Average:
+    """Parameters that are averaged together by algorithm 1 of DiLoCo, at once or with a delay."""
+
+    def __init__(self, names, replicas, **settings):
+        self.copies = [replica.named for replica in replicas]
+        self.anchors = {n: self.copies[0][n].detach().clone().requires_grad_() for n in names}
+        self.optimizer = torch.optim.SGD(self.anchors.values(), **settings)
+        self.is_started = False
+
+    def start(self):
+        self.is_started = True
+        for name, anchor in self.anchors.items():
+            changes = [anchor.detach() - named[name].detach() for named in self.copies]
+            anchor.grad = sum(changes) / len(changes)
+
+    def finish(self, mix):
+        """Apply the average; `mix` is the weight of a replica's present values."""
+        if not self.is_started:
+            return
+        self.is_started = False
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, anchor in self.anchors.items():
+                for named in self.copies:
+                    named[name].copy_(mix * named[name] + (1 - mix) * anchor)
+
+
+def reference(
+    data,
+    *,
+    every,
+    inner=sgd,
+    max_norm=None,
+    frozen_in_step=None,
+    parts=None,
+    behind=0,
+    united_after=(),
+    **outer,
+):
+    """Train two replicas with DiLoCo in plain torch, as `run` does; return them.
+
+    `parts`: names of parameters that are averaged together; None: all.
+    `united_after`: steps after which replicas are made equal.
+    """
+    (initial,) = run_on_threads(1, lambda world: weights(make(world, {}, 1)))
+    replicas = [Replica(initial, inner, max_norm) for _ in range(2)]
+    averages = [Average(names, replicas, **outer) for names in parts or [initial]]
+    for step, batch in enumerate(data, start=1):
+        for replica, inputs, targets in zip(
+            replicas, *(each.tensor_split(2) for each in batch), strict=True
+        ):
+            freeze(replica.named, frozen_in_step, step)
+            replica.train_step(inputs, targets)
+        starts = [step + part * every // len(averages) for part in range(len(averages))]
+        for average, start in zip(averages, starts, strict=True):
+            if behind and (start - behind) % every == 0:
+                average.finish(0.5)
+            if start % every == 0:
+                average.start()
+                if not behind:
+                    average.finish(0.0)
+        if step in united_after:
+            unite(averages, starts, every)
+    return replicas
+
+
+def unite(averages, starts, every):
+    """Finish each average; average the parts once more that were trained since."""
+    for average, start in zip(averages, starts, strict=True):
+        is_trained = start % every != 0
+        average.finish(0.5 if is_trained else 0.0)
+        if is_trained:
+            average.start()
+            average.finish(0.0)
+
+
+def assert_equals_reference(ranks, replicas):
+    """Assert that the final weights of all ranks equal those of their replicas."""
+    for rank, named in enumerate(ranks):
+        expected = replicas[rank * len(replicas) // len(ranks)].named
+        for name, weight in named.items():
+            torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -150,19 +236,37 @@ def test_outer_steps_follow_the_diloco_algorithm(lr, momentum, nesterov, steps, 
     """AdamW is the inner optimizer, SGD the outer one; replicas differ between outer steps."""
     data = batches(steps, ROWS, WIDTH)
     outer = {"every": 3, "lr": lr, "momentum": momentum, "nesterov": nesterov}
-
-    def adamw(pipe):
-        return torch.optim.AdamW(pipe.parameters(), lr=RATE)
-
     ours = run(2 * stages, outer, data, stages, optimizer=adamw)
-    expected = reference(data, every=3, lr=lr, momentum=momentum, nesterov=nesterov)
-    for rank, (_, named, stepped) in enumerate(ours):
-        assert stepped == [3, 6, 9]
-        for name, weight in named.items():
-            torch.testing.assert_close(weight, expected[rank // stages][name], rtol=0, atol=1e-10)
+    assert all(stepped == [3, 6, 9] for *_, stepped in ours)
+    assert_equals_reference([named for _, named, _ in ours], reference(data, inner=adamw, **outer))
     first, other = ours[0][1], ours[stages][1]
     is_equal = all(torch.equal(first[name], other[name]) for name in first)
     assert is_equal == (steps == 9)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_replica_clips_by_the_norm_of_its_own_gradients(stages):
+    """The norm is over all stages of the replica; clipping by a common norm would differ."""
+    data, outer = batches(5, ROWS, WIDTH), {"every": 3, "lr": 0.7, "momentum": 0.9}
+    training = {"max_norm": 0.1}
+    ours = run(2 * stages, outer, data, stages, training=training)
+    replicas = reference(data, **outer, **training)
+    assert_equals_reference([named for _, named, _ in ours], replicas)
+    for norm, other in zip(*(replica.norms for replica in replicas), strict=True):
+        assert min(norm, other) > 0.1 and abs(norm - other) > 0.01
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_frozen_parameters_are_averaged_only_with_earlier_changes(stages):
+    """One parameter is frozen from the start, one between two outer steps."""
+    data, outer = batches(7, ROWS, WIDTH), {"every": 3, "lr": 0.7, "momentum": 0.9}
+    training = {"frozen_in_step": {"layers.1.weight": 1, "layers.2.weight": 5}}
+    ours = run(2 * stages, outer, data, stages, optimizer=adamw, training=training)
+    replicas = reference(data, inner=adamw, **outer, **training)
+    assert_equals_reference([named for _, named, _ in ours], replicas)
+    initial = reference([], **outer)[0].named["layers.1.weight"]
+    found = [named["layers.1.weight"] for _, named, _ in ours if "layers.1.weight" in named]
+    assert len(found) == 2 and all(torch.equal(each, initial) for each in found)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -337,10 +441,12 @@ def test_united_replicas_have_the_weighted_mean(outer):
 
     (mine, united, after, stepped), (theirs, *_) = run_on_threads(2, body)
     assert united and not stepped
-    if "parts" not in outer:
-        for name, weight in after.items():
-            mean = 0.75 * mine[name] + 0.25 * theirs[name]
-            torch.testing.assert_close(weight, mean, rtol=0, atol=1e-12)
+    # One of three parts was averaged after step 2, so it is equal before.
+    num_equal = sum(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert (0 < num_equal < len(mine)) if "parts" in outer else num_equal == 0
+    for name, weight in after.items():
+        mean = 0.75 * mine[name] + 0.25 * theirs[name]
+        torch.testing.assert_close(weight, mean, rtol=0, atol=1e-12)
 
 
 def test_unite_replicas_does_nothing_in_synchronous_training():
@@ -353,22 +459,32 @@ def test_unite_replicas_does_nothing_in_synchronous_training():
 
 
 def test_training_continues_after_unite_replicas():
-    """The united weights are the new anchors, and later averages are delayed as before."""
-    data = batches(12, ROWS, WIDTH)
+    """The united weights are the new anchors, and later averages are delayed as before.
+
+    After step 6, the average of the second part has just started; after step 11, it has started,
+    and its parameters were trained since.
+    """
+    data = batches(17, ROWS, WIDTH)
+    outer = {"every": 4, "behind": 2, "lr": 0.7, "momentum": 0.5}
+    second_buckets = ["layers.0.weight", "layers.2.weight"]
 
     def body(world):
-        pipe = make(world, {"every": 4, "parts": 2, "behind": 1})
-        optimizer, found = sgd(pipe), []
-        for start in (0, 6):
-            train(pipe, optimizer, data[start : start + 6])
-            pipe.unite_replicas()
-            found.append(weights(pipe))
-        return found
+        pipe = make(world, outer | {"parts": 2})
+        for buckets in pipe.layout.tables.buckets:
+            assert len(buckets) == 2 and {*buckets[1]} <= {*second_buckets}
+        optimizer = sgd(pipe)
+        for start, end in ((0, 6), (6, 11), (11, 17)):
+            train(pipe, optimizer, data[start:end])
+            if end < 17:
+                assert pipe.unite_replicas()
+        return weights(pipe)
 
     ranks = run_on_threads(4, body)
-    for mine, theirs in zip(ranks[:2], ranks[2:], strict=True):
-        for first, other in zip(mine, theirs, strict=True):
-            assert all(torch.equal(first[name], other[name]) for name in first)
+    first_buckets = [f"layers.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")]
+    first_buckets = [name for name in first_buckets if name not in second_buckets]
+    parts = [first_buckets, second_buckets]
+    assert_equals_reference(ranks, reference(data, parts=parts, united_after=(6, 11), **outer))
+    assert any(not torch.equal(ranks[0][name], ranks[2][name]) for name in ranks[0])
 
 
 def test_delayed_average_with_mix_0_restores_the_anchor():
