@@ -85,11 +85,13 @@ def test_recomputation_uses_the_statistics_of_all_replicas(reentrant, recompute)
     assert_close(ours, train(None, "never", **options), 1e-10)
 
 
-@pytest.mark.parametrize("reentrant", [False])
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_self_differentiating_layer_equals_layer_without_checkpoint(reentrant, recompute):
-    """The checkpoint is recomputed within the forward, while reports are collected."""
-    ours = train(reentrant, recompute, kind=SelfDifferentiating)
+def test_self_differentiating_layer_equals_layer_without_checkpoint(recompute):
+    """The checkpoint is recomputed within the forward, while reports are collected.
+
+    torch.autograd.grad does not support reentrant checkpoints.
+    """
+    ours = train(False, recompute, kind=SelfDifferentiating)
     assert_close(ours, train(None, "never", kind=SelfDifferentiating), 1e-10)
 
 

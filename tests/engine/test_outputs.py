@@ -219,15 +219,28 @@ class OverwritesSaved(nn.Module):
         return y
 
 
-def test_overwriting_a_tensor_saved_by_autograd_is_refused(plain):
-    """A copy of the sent output would not help, as the backward needs the saved tensor."""
+def train_overwriting(plain, recompute):
+    """Train the layers; return the results, and those of a plain loop."""
     linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
     layers = [linear, plain.Recipe(OverwritesSaved, ()), linear]
-    data = batches(1, ROWS, WIDTH)
+    data = batches(2, ROWS, WIDTH)
 
-    def body(world, recompute):
+    def body(world):
         pipe = make(layers, world, stages=3, recompute=recompute)
         return plain.train_rank(pipe, data)
 
+    ours = plain.unite(run_on_threads(3, body), 3)
+    return ours, plain.train(layers, square_sum, data, seed=5, microbatches=4)
+
+
+def test_overwriting_a_tensor_saved_by_autograd_is_refused(plain):
+    """A copy of the sent output would not help, as the backward needs the saved tensor."""
     with pytest.raises(ActionError, match="modified by an inplace operation"):
-        run_on_threads(3, partial(body, recompute="never"))
+        train_overwriting(plain, "never")
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+def test_layer_that_overwrites_its_saved_tensor_trains_with_recomputation(plain, recompute):
+    """Each backward then ends before the next forward of the layer, as in a plain loop."""
+    ours, expected = train_overwriting(plain, recompute)
+    assert ours.distance(expected) < 1e-12

@@ -16,7 +16,7 @@ from gpipe_hpc.comm.world import processes as processes_module
 from gpipe_hpc.comm.world.source import own_source
 from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.comm.world.world import collective_errors
-from gpipe_hpc.errors import DataError, GpipeError, LaunchError
+from gpipe_hpc.errors import DataError, GpipeError, LaunchError, ModelError
 
 
 @pytest.mark.parametrize("lacks", [False, True], ids=["another", "none"])
@@ -165,11 +165,11 @@ def test_user_error_on_a_single_rank_is_reported(processes, tmp_path):
     """Regression: it became "generator raised StopIteration" without another rank to notify."""
 
     def body(rank):
-        with pytest.raises(Exception, match="the user's own mistake") as caught:
+        with pytest.raises(ModelError, match=r'layers\.0.*KeyError: "the user\'s own mistake"'):
             Pipeline([LayerSpec(FailingLayer)], F.cross_entropy, world=start_world())
-        return type(caught.value).__name__
+        return "raised"
 
-    assert processes(1, body, tmp_path) != ["RuntimeError"]
+    assert processes(1, body, tmp_path) == ["raised"]
 
 
 class FailingLayer(nn.Module):

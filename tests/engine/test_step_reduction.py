@@ -155,7 +155,9 @@ def test_numbers_reported_by_ranks_are_summarized():
         silent = pipe.step(data[0][part], data[1][part])
         return result.rank_summary, silent.rank_summary
 
-    summary, silent = run_on_threads(4, body)[0]
+    ranks = run_on_threads(4, body)
+    assert ranks == ranks[:1] * 4
+    summary, silent = ranks[0]
     assert summary.totals[:2] == (6.0, float("inf")) and summary.first[:2] == (3, 0)
     assert (summary.least[0], summary.greatest[0]) == (0.0, 3.0)
     assert {len(part) for part in (*summary[:4], *summary.each)} == {NUM_REPORTED}
