@@ -30,16 +30,21 @@ class WeightUsedTwice(nn.Linear):
 RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
-def run(layer, splits, between=lambda: None):
-    """Run one micro-batch; return the parameters' gradients. Calls `between` after the forward."""
+def nothing():
+    pass
+
+
+def run(layer, splits, *, after_forward=nothing, after_i=nothing, boundary_requires_grad=True):
+    """Run one micro-batch; return the parameters' gradients. `after_i` is called before W."""
     stage = Stage(0, {0: layer}, HostDevice(), MIDDLE)
     stage.gradients.clear()
     work = StageRunner(stage)
-    given = BOUNDARY.clone().requires_grad_()
-    (output,) = work.forward(RUN, 0, [given], 5, ForwardPlan(RunMode.TRAIN, splits), Outcome())
-    between()
+    boundary = BOUNDARY.clone().requires_grad_(boundary_requires_grad)
+    (output,) = work.forward(RUN, 0, [boundary], 5, ForwardPlan(RunMode.TRAIN, splits), Outcome())
+    after_forward()
     work.backward(0, [torch.ones_like(output)])
     if splits:
+        after_i()
         work.weights(0)
     return [p.grad for p in layer.parameters()]
 
@@ -63,17 +68,27 @@ def by_autograd(layer):
 
 
 @whole_and_split
+@pytest.mark.parametrize("boundary_requires_grad", [True, False])
 @pytest.mark.parametrize("when", ["before", "after the forward"])
-def test_hooks_are_called_once_with_the_whole_gradient(when, splits):
+def test_hooks_are_called_once_with_the_whole_gradient(when, boundary_requires_grad, splits):
+    """Regression: hooks were called in I with None, as the node of a call depended on the weight.
+
+    If the backward is split, the hooks are called in W.
+    """
     layer, seen = nn.Linear(4, 3), []
     weight, bias = by_autograd(layer)
     layer.zero_grad()
     hooks = partial(hook_each, layer, seen)
     if when == "before":
         hooks()
-        found = run(layer, splits)
-    else:
-        found = run(layer, splits, between=hooks)
+        hooks = nothing
+    found = run(
+        layer,
+        splits,
+        after_forward=hooks,
+        after_i=lambda: seen and pytest.fail("a hook was called in I"),
+        boundary_requires_grad=boundary_requires_grad,
+    )
     torch.testing.assert_close(found, [weight * 2, bias * 2])
     by_size = sorted(seen, key=torch.Tensor.numel)
     torch.testing.assert_close(by_size, [bias, bias * 2, weight, weight * 2])
@@ -108,16 +123,21 @@ def test_multi_grad_hook_is_called_once():
     torch.testing.assert_close(seen[0], expected)
 
 
-def test_hooks_of_accumulate_grad_node_are_called_once():
+def test_hooks_of_accumulate_grad_node_are_called_once_in_w():
     layer, seen = nn.Linear(4, 3), []
     weight, _ = by_autograd(layer)
     layer.zero_grad()
     node = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
     node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))
     node.register_hook(lambda *_: seen.append(layer.weight.grad.clone()))
-    run(layer, True, between=lambda: seen.append(None))
-    assert seen[0] is None
-    torch.testing.assert_close(seen[1:], [weight, weight])
+    run(
+        layer,
+        True,
+        after_forward=lambda: seen.append("forward"),
+        after_i=lambda: seen.append("I"),
+    )
+    assert seen[:2] == ["forward", "I"]
+    torch.testing.assert_close(seen[2:], [weight, weight])
 
 
 @whole_and_split

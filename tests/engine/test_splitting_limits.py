@@ -67,25 +67,6 @@ def waits_for_w(layer):
     return waits
 
 
-def test_parameter_hooks_are_called_once_and_never_with_none():
-    """Regression: the node that connects a call to the graph depended on the weight itself."""
-    calls = []
-    layer = nn.Linear(4, 3)
-    layer.weight.register_hook(lambda gradient: calls.append(gradient.shape) or gradient * 2)
-    layer.bias.register_post_accumulate_grad_hook(lambda bias: calls.append(bias.shape))
-    steps = []
-    for splits in (False, True):
-        calls.clear()
-        work = runner_of(layer)
-        work.forward(RUN, 0, [torch.ones(5, 4)], 5, ForwardPlan(RunMode.TRAIN, splits), Outcome())
-        work.backward(0, [torch.ones(5, 3)])
-        assert len(calls) == (0 if splits else 2)
-        work.weights(0)
-        assert sorted(calls) == [(3,), (3, 4)]
-        steps.append([p.grad.clone() for p in layer.parameters()])
-    assert all(map(torch.equal, *steps))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_part_of_a_layer_is_not_split(reentrant):
     """The part that torch recomputes in the backward is not split; the layer after it is."""
