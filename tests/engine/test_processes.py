@@ -14,7 +14,6 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.world.start import start_world
 from gpipe_hpc.errors import ActionError, GpipeError, PeerError
-from gpipe_hpc.schedule import Action, Op
 from tests.support import class_sum, mean_square, resident_bytes
 
 SEED, WIDTH, LENGTH, VOCAB = 5, 8, 6, 11
@@ -264,24 +263,6 @@ def test_object_collectives_transfer_values_of_different_sizes(processes, tmp_pa
         ([2.0, 0.0], values if rank == 0 else None, values[1], values[rank]) for rank in range(3)
     ]
     assert processes(3, body, tmp_path) == expected
-
-
-def test_recomputation_does_not_wait_for_gradient(processes, tmp_path):
-    """Rank 1's first backward takes 0.3 s, in which rank 0 recomputes."""
-
-    def body(rank):
-        delays = [0.3]
-        slow = Probe(lambda: time.sleep(delays.pop()) if delays else None)
-        layers = [nn.Linear(WIDTH, WIDTH), slow]
-        pipe = Pipeline(layers, mean_square, microbatches=3, recompute="always")
-        pipe.step(torch.randn(6, WIDTH), torch.randn(6, WIDTH))
-        return pipe.timeline()
-
-    timeline, same = processes(2, body, tmp_path)
-    assert timeline.events == same.events
-    times = {event.action: event for row in timeline.events for event in row}
-    assert times[Action(Op.R, 0, 2)].start_s < times[Action(Op.B, 1, 2)].end_s
-    assert times[Action(Op.R, 0, 2)].end_s <= times[Action(Op.B, 0, 2)].start_s
 
 
 class _FailingBackward(torch.autograd.Function):
