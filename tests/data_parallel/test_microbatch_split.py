@@ -118,8 +118,7 @@ def test_unequal_replicas_with_tied_parameters_match_one_replica(plain):
             pipe = make(specs(), world, 2, weights, microbatches)
             return plain.train_rank(pipe, batches(3, ROWS, WIDTH), optimizer=sgd)
 
-        ranks = run_on_threads(2 * len(weights), body)
-        return ranks[0]
+        return plain.unite(run_on_threads(2 * len(weights), body), 2)
 
     assert run([3, 1], 4).distance(run([1], 8)) < 1e-12
 
