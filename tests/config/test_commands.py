@@ -30,21 +30,44 @@ def exit_code(main, *arguments):
     return left.value.code
 
 
-def test_edited_hydra_section_is_applied(set_argv, monkeypatch, tmp_path):
+def use_conf_folder(monkeypatch, folder, is_own):
+    """Use a conf folder in place of the package's own, or name it by GPIPE_HPC_CONF."""
+    if is_own:
+        monkeypatch.setattr(commands, "conf_dir", lambda: folder)
+    else:
+        monkeypatch.setenv("GPIPE_HPC_CONF", str(folder))
+
+
+own_or_users = pytest.mark.parametrize("is_own", [True, False], ids=["edited", "another"])
+
+
+@own_or_users
+def test_hydra_section_of_changed_conf_folder_is_applied(set_argv, monkeypatch, tmp_path, is_own):
     """Regression: the fast path for a single job ignored an edited `hydra:` section."""
-    assert not commands._concerns_hydra(["pipeline.stages=3"]), "the package's own takes it"
     shutil.copytree(conf_dir(), tmp_path / "conf")
-    own = tmp_path / "conf" / "config.yaml"
-    text = own.read_text()
-    own.write_text(text.replace("chdir: false", "chdir: false\n    env_set: {TOLD: '1'}"))
-    assert own.read_text() != text
-    monkeypatch.setattr(commands, "conf_dir", lambda: tmp_path / "conf")
+    path = tmp_path / "conf" / "config.yaml"
+    text = path.read_text("utf-8")
+    assert text.count("    chdir: false\n") == 1
+    changed = "    chdir: false\n    env_set: {GPIPE_HPC_NEW: '1'}\n"
+    path.write_text(text.replace("    chdir: false\n", changed), "utf-8")
+    use_conf_folder(monkeypatch, tmp_path / "conf", is_own)
+    monkeypatch.delenv("GPIPE_HPC_NEW", raising=False)
     seen = []
     set_argv("pipeline.stages=3")
-    assert run_jobs(lambda job: seen.append(os.environ.get("TOLD")) or 0, "train") == 0
+    assert run_jobs(lambda job: seen.append(os.environ.get("GPIPE_HPC_NEW")) or 0, "train") == 0
     assert seen == ["1"]
-    own.write_text("hydra: [")
-    assert commands._concerns_hydra(["pipeline.stages=3"]), "it says what is no YAML"
+
+
+@own_or_users
+def test_conf_folder_with_invalid_yaml_exits_with_code_2(
+    set_argv, monkeypatch, capsys, tmp_path, is_own
+):
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    (tmp_path / "conf" / "config.yaml").write_text("hydra: [")
+    use_conf_folder(monkeypatch, tmp_path / "conf", is_own)
+    set_argv("pipeline.stages=3")
+    assert run_jobs(pytest.fail, "train") == 2
+    assert "config.yaml" in capsys.readouterr().err
 
 
 def test_single_job_has_no_number(set_argv):
@@ -76,19 +99,6 @@ def test_single_job_does_not_run_hydra_main(set_argv, monkeypatch):
     monkeypatch.delattr(commands.hydra, "main")
     set_argv("train.steps=7")
     assert run_jobs(lambda job: job.config.train.steps, "train") == 7
-
-
-def test_hydra_section_of_another_conf_folder_is_applied(set_argv, monkeypatch, tmp_path):
-    """As for the jobs of a sweep."""
-    shutil.copytree(conf_dir(), tmp_path / "conf")
-    path = tmp_path / "conf" / "config.yaml"
-    text = path.read_text("utf-8")
-    assert text.count("    chdir: false\n") == 1
-    own = "    chdir: false\n    env_set:\n      GPIPE_HPC_NEW: x\n"
-    path.write_text(text.replace("    chdir: false\n", own), "utf-8")
-    monkeypatch.setenv("GPIPE_HPC_CONF", str(tmp_path / "conf"))
-    set_argv("train.steps=7")
-    assert run_jobs(lambda job: int(os.environ["GPIPE_HPC_NEW"] == "x"), "train") == 1
 
 
 def test_sweep_runs_every_job_and_leaves_no_files(set_argv, tmp_path):

@@ -6,6 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -87,12 +90,27 @@ def test_model_error_names_the_data_it_needs():
         compose_config(["model=mlp"])
 
 
-def test_config_yaml_contains_changed_and_default_settings():
-    config = compose_config(["train.steps=7", "pipeline.partition=[5,6]"])
-    saved = OmegaConf.create(config_yaml(config))
-    assert saved.train.steps == 7
-    assert saved.pipeline.partition == [5, 6]
-    assert saved.optimizer.betas == [0.9, 0.95]
+def settings_in(section, *path):
+    """Yield path and value of each setting of a config or section."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from settings_in(value, *path, field.name)
+        else:
+            yield (*path, field.name), value
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["model=mlp", "data=synthetic_vectors", "optimizer=sgd", "optimizer.lr=0.3"]]
+)
+def test_config_yaml_contains_every_setting(words):
+    config = compose_config([*words, "train.steps=7", "pipeline.partition=[5,6]"])
+    saved = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
+    assert saved["train"]["steps"] == 7 and saved["pipeline"]["partition"] == [5, 6]
+    found = dict(settings_in(config))
+    assert {section for section, *_ in found} == {field.name for field in fields(config)}
+    for path, value in found.items():
+        assert reduce(getitem, path, saved) == value, ".".join(path)
 
 
 def test_conf_folder_of_the_environment_variable_is_used(tmp_path, monkeypatch):
