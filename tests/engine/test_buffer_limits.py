@@ -10,14 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.engine.buffers import SMALL_BYTES
 from gpipe_hpc.errors import ActionError
+from tests.support import batch, buffers_of
 
-WIDTH, SAMPLES, MICROBATCHES = 4, 8, 4
+WIDTH, MICROBATCHES = 4, 4
 LARGE = SMALL_BYTES // 4 + 1
-
-
-def batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, SAMPLES, WIDTH, generator=generator)
 
 
 def train(
@@ -30,10 +26,8 @@ def train(
             copy_layers(layers), loss_fn, microbatches=MICROBATCHES, world=world, **options
         )
         for seed in range(steps):
-            pipe.step(*batch(seed))
-        return {n: p.grad for n, p in pipe.named_parameters()}, dict(
-            item for stage in pipe.stages.values() for item in stage.named_buffers().items()
-        )
+            pipe.step(*batch(seed=seed))
+        return {n: p.grad for n, p in pipe.named_parameters()}, buffers_of(pipe)
 
     return run_on_threads(ranks, body)
 
@@ -92,7 +86,7 @@ def test_layer_that_depends_on_grad_mode_logs_warning(caplog):
         layers = [nn.Linear(WIDTH, WIDTH), Graphs(WIDTH, WIDTH)]
         pipe = Pipeline(layers, nn.functional.mse_loss, microbatches=2, world=world)
         for seed in range(3):
-            pipe.step(*batch(seed))
+            pipe.step(*batch(seed=seed))
 
     run_on_threads(1, body)
     (message,) = warnings_of(caplog)
@@ -117,7 +111,7 @@ def test_repeatable_layer_logs_no_warning(caplog, layer, dtype):
 
     def body(world):
         pipe = Pipeline(layers, nn.functional.mse_loss, recompute="always", world=world)
-        pipe.step(*batch().to(dtype))
+        pipe.step(*batch(dtype=dtype))
 
     run_on_threads(1, body)
     assert warnings_of(caplog) == []
@@ -147,7 +141,9 @@ def test_loss_buffer_changes_once_per_microbatch(recompute, schedule):
     plain, plain_loss = copy.deepcopy(layers), CountingLoss()
     for seed in range(2):
         nn.ModuleList(plain).zero_grad()
-        for x, y in zip(*(part.tensor_split(MICROBATCHES) for part in batch(seed)), strict=True):
+        for x, y in zip(
+            *(part.tensor_split(MICROBATCHES) for part in batch(seed=seed)), strict=True
+        ):
             (plain_loss(plain[1](plain[0](x)), y) / MICROBATCHES).backward()
     loss_fn = CountingLoss()
     ranks = train(layers, ranks=2, loss_fn=loss_fn, recompute=recompute, schedule=schedule)

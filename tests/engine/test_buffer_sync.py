@@ -52,6 +52,7 @@ def make(world, layer=Averaging, num_layers=2, **settings):
 
 
 def buffers_of(pipe):
+    """Return copies of this rank's buffers, including those that checkpoints do not store."""
     return {
         f"layers.{i}.{name}": buffer.clone()
         for stage in pipe.stages.values()

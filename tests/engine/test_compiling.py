@@ -15,6 +15,7 @@ from gpipe_hpc.device.device import HostDevice
 from gpipe_hpc.engine.assembly import chosen_backend, compile_layers
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import LayerSpec, add_loss
+from tests.support import buffers_of
 
 CPU = HostDevice()
 
@@ -61,6 +62,7 @@ def loss_fn(output, target):
 
 
 def batches(samples):
+    """Return batches of these sizes, for which BatchNorm of two samples is well-conditioned."""
     generator = torch.Generator().manual_seed(0)
     return [
         (torch.randn(s, 6, generator=generator), torch.randn(s, 3, generator=generator))
@@ -84,8 +86,7 @@ def train(compile, *, layers=MODEL, ranks=2, samples=(8, 11, 7), **options):
         inputs, targets = batches(samples)[0]
         part = pipe.share(len(inputs))
         evaluated = pipe.evaluate(inputs[part], targets[part]).loss
-        buffers = {n: b for s in pipe.stages.values() for n, b in s.named_buffers().items()}
-        return seen, buffers, evaluated
+        return seen, buffers_of(pipe), evaluated
 
     return run_on_threads(ranks * options.get("replicas", 1), body)
 

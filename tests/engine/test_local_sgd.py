@@ -7,7 +7,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ConfigError, PeerError
 from gpipe_hpc.schedule import Op
-from tests.support import batches, largest, product, square_sum
+from tests.support import batches, buffers_of, largest, product, square_sum
 
 WIDTH, ROWS, RATE = 4, 16, 0.05
 EVERY_STEP = {"every": 1, "lr": 1.0, "momentum": 0.0}
@@ -367,8 +367,7 @@ def test_buffers_are_averaged_in_outer_steps(stages):
         found, optimizer = [], sgd(pipe)
         for batch in batches(4, ROWS, WIDTH):
             train(pipe, optimizer, [batch])
-            named = {n: b for s in pipe.stages.values() for n, b in s.named_buffers().items()}
-            found.append({name: b.clone() for name, b in named.items()})
+            found.append({name: b.clone() for name, b in buffers_of(pipe).items()})
         return found
 
     ranks = run_on_threads(2 * stages, body)
@@ -595,7 +594,7 @@ def test_rank_without_the_first_part_weights_buffers_since_last_average():
             loss_fn=lambda output, weights: (0 * output.sum(), weights.sum()),
             microbatches=1,
         )
-        buffers = [b for stage in pipe.stages.values() for b in stage.named_buffers().values()]
+        buffers = buffers_of(pipe).values()
         replica, optimizer, found = world.rank // 2, sgd(pipe), []
         for weight in (1.0, 2.0, 4.0, 8.0):
             x = torch.full((2, WIDTH), weight - 3 * replica, dtype=torch.float64)
