@@ -234,7 +234,7 @@ SWEEP = ("-m", "pipeline.stages=1,2", "hydra/launcher=other", "hydra.launcher.no
 
 
 @pytest.mark.parametrize(
-    ("codes", "failure", "code", "said"),
+    ("codes", "failure", "code", "messages"),
     [
         ({0: 0, 1: 0}, None, 0, []),
         ({0: 0, 1: 2}, None, 2, ["job 2 of 2 (pipeline.stages=2) ended with exit code 2"]),
@@ -251,14 +251,14 @@ SWEEP = ("-m", "pipeline.stages=1,2", "hydra/launcher=other", "hydra.launcher.no
     ],
 )
 def test_exit_codes_of_remote_jobs_are_reported(
-    set_argv, remote_launcher, capsys, codes, failure, code, said
+    set_argv, remote_launcher, capsys, codes, failure, code, messages
 ):
     (calls,) = [remote_launcher(codes, failure)]
     set_argv(*SWEEP)
     assert run_jobs(pytest.fail, "train") == code
     errors = capsys.readouterr().err
-    assert all(each in errors for each in said)
-    assert errors.count("ended") == sum("ended" in each for each in said)
+    assert all(each in errors for each in messages)
+    assert errors.count("ended") == sum("ended" in each for each in messages)
     assert calls[0][1:5] == list(SWEEP)
 
 

@@ -56,7 +56,7 @@ def test_help_begins_with_the_most_used_settings():
 def test_help_of_one_section_shows_only_that_section():
     text = help_of("train", ["--help", "checkpoint"])
     assert "\n  checkpoint.every=" in text and "\n  train." not in text
-    assert "\n  checkpoint.neighbour_dir=null" in text, "those of experts, too"
+    assert "\n  checkpoint.neighbour_dir=null" in text, "settings for experts are missing"
     assert len(text.splitlines()) < 50
 
 

@@ -68,7 +68,7 @@ def test_result_plus_residuals_equals_exact_sum(name, copies, dtype):
     exact = sum(own.double() for own in owns)
     near = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(results[0].double() + residual, exact, rtol=0, atol=near)
-    assert residual.abs().max() > 1e-4, "this one loses nothing: the test says nothing"
+    assert residual.abs().max() > 1e-4, "the data is compressed without loss, so this tests nothing"
     assert results[0].norm() > 0.05 * exact.norm()
 
 

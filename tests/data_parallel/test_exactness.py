@@ -92,7 +92,9 @@ def test_buckets_are_sent_during_backward_actions(plain, schedule):
         assert [size for _, size in first] == [size for _, size in other]
         per_step = len(first) // 3
         later = [action for action, _ in first[per_step:]]
-        assert {action.op for action in later} <= {Op.B, Op.W}, "they wait for their action"
+        assert {action.op for action in later} <= {Op.B, Op.W}, (
+            "a reduction started after the backwards"
+        )
         assert all(isinstance(action, Action) for action in later)
 
 

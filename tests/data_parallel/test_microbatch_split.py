@@ -78,7 +78,7 @@ def test_three_replicas_match_one_process_up_to_summation_order(plain):
     ours = train(plain, layers, 2, [2, 1, 1], 4)
     assert ours.distance(expected(plain, layers, [6, 3, 3])) < 1e-10
     even = train(plain, layers, 2, [1, 1, 1], 4)
-    assert ours.distance(even) < 1e-10, "another share of the work, not other work"
+    assert ours.distance(even) < 1e-10, "results depend on the shares"
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipe", "hanayo"])

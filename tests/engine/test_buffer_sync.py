@@ -128,7 +128,7 @@ def test_average_is_weighted_by_samples():
     expected = (5 * means[0] + 4 * means[1]) / 9
     for buffers in run_on_threads(2, body):
         assert torch.allclose(buffers["layers.0.mean"], expected, atol=1e-14)
-        assert buffers["layers.0.num_samples"] == 5, "an integer: that of the first"
+        assert buffers["layers.0.num_samples"] == 5, "integers must be those of the first replica"
         assert buffers["layers.0.num_forwards"] == 1
 
 
@@ -258,7 +258,7 @@ class Event:
         return self.is_done
 
     def synchronize(self):
-        raise AssertionError("a device may never come to it")
+        raise AssertionError("waited for an event that may never complete")
 
 
 @pytest.mark.parametrize("is_done", [False, True])
@@ -523,11 +523,11 @@ class Still(Bare):
 class Unequal(nn.Module):
     """Initialise buffers with values that differ between ranks."""
 
-    def __init__(self, mark):
+    def __init__(self, value):
         super().__init__()
-        self.register_buffer("kept", torch.full((2,), mark))
-        self.register_buffer("hidden", self.kept.clone() * 2, persistent=False)
-        self.register_buffer("spread", self.kept.clone()[:1].expand(3), persistent=False)
+        self.register_buffer("stored", torch.full((2,), value))
+        self.register_buffer("hidden", self.stored.clone() * 2, persistent=False)
+        self.register_buffer("spread", self.stored.clone()[:1].expand(3), persistent=False)
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
     def forward(self, x):
@@ -542,7 +542,7 @@ def test_initial_buffers_are_those_of_replica_0():
         return buffers_of(pipe)
 
     for buffers in run_on_threads(2, body):
-        assert buffers["layers.0.kept"].tolist() == [1.0, 1.0]
+        assert buffers["layers.0.stored"].tolist() == [1.0, 1.0]
         assert buffers["layers.0.hidden"].tolist() == [2.0, 2.0]
         assert buffers["layers.0.spread"].tolist() == [1.0, 1.0, 1.0]
 

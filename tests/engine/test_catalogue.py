@@ -112,12 +112,12 @@ def test_evaluation_and_prediction_agree_and_keep_buffers(name):
 
 
 # A lazy layer registers a buffer in its first forward, so a new model lacks it when it loads.
-KEPT = [name for name in LAYERS if name != "lazy"]
+NOT_LAZY = [name for name in LAYERS if name != "lazy"]
 # Layers that iterate until a tolerance is reached, so that rounding affects the result.
 ITERATED = ("equilibrium", "regularised_equilibrium")
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", NOT_LAZY)
 def test_resumed_run_equals_uninterrupted_run(name, tmp_path):
 
     def body(world):

@@ -203,7 +203,7 @@ def train(world, case, **settings):
         case.layers(), case.loss_fn, partition="uniform", seed=SEED, world=world, **settings
     )
     assert pipe.num_microbatches == NUM_MICROBATCHES
-    assert case.name != "unet" or pipe.schedule.skips, "no skip goes over a stage"
+    assert case.name != "unet" or pipe.schedule.skips, "no skip connection passes over a stage"
     optimizer, steps = optimizer_of(pipe.parameters()), []
     for step in range(STEPS):
         loss = pipe.step(*case.batch(step)).loss

@@ -318,12 +318,14 @@ def test_tables_contain_reductions_and_averages():
     assert ops(local.training) == []
     assert set(ops(local.averaging)) == {Op.AVERAGE}
     assert len(ops(local.averaging)) == sum(map(len, local.buckets)) > 2
-    assert set(ops(mirrored.training)) == {Op.REDUCE_GRAD}, "within each replica"
+    assert set(ops(mirrored.training)) == {Op.REDUCE_GRAD}, (
+        "other actions than sums over mirrored copies"
+    )
     assert set(ops(mirrored.averaging)) == {Op.REDUCE_GRAD, Op.AVERAGE}
     for table in (local, mirrored):
         for row in table.averaging.ranks:
             first = next(i for i, a in enumerate(row) if a.op is Op.AVERAGE)
-            assert {a.op for a in row[first:]} == {Op.AVERAGE}, "behind all else"
+            assert {a.op for a in row[first:]} == {Op.AVERAGE}, "another action follows an average"
 
 
 @pytest.mark.parametrize("outer", [{}, {"compress": "bfloat16"}, {"parts": 2}])
@@ -416,7 +418,7 @@ def test_united_replicas_are_bitwise_equal(outer, steps):
         pipe = make(world, outer)
         train(pipe, sgd(pipe), data, calls=False)
         united = pipe.unite_replicas()
-        assert pipe.last_outer_step == steps, "by that, or by the step's own"
+        assert pipe.last_outer_step == steps
         assert not pipe.replicas_differ and not pipe.unite_replicas()
         return weights(pipe), united
 

@@ -112,12 +112,12 @@ def test_stored_loss_takes_the_memory_of_one_number():
     """`F.mse_loss` returns a scalar whose storage is as large as the output."""
     output = torch.zeros(64, 64, requires_grad=True)
     total = torch.nn.functional.mse_loss(output, torch.ones(64, 64), reduction="sum")
-    kept = LossTerm(total, total.detach()).without_graph()
+    stored = LossTerm(total, total.detach()).without_graph()
     noted = LayerReports(
         0, Reports({"extra": total}, {"metric": (total.detach(), 1.0)})
     ).without_graph()
     (added, weight) = noted.reports.metrics["metric"]
-    for number in (kept.total, kept.weight, noted.reports.losses["extra"], added):
+    for number in (stored.total, stored.weight, noted.reports.losses["extra"], added):
         assert number.item() == 4096 and number.grad_fn is None
         assert number.untyped_storage().nbytes() == number.element_size()
     assert weight == 1.0

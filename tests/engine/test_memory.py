@@ -96,9 +96,9 @@ def saved_per_microbatch():
 
 def test_recomputation_keeps_all_inputs_and_activations_of_one_microbatch(saved_per_microbatch):
     for recompute in ("always", "except_last"):
-        kept = saved_tensors(3, 6, "gpipe", recompute)
-        assert [peak for peak, _ in kept] == saved_per_microbatch
-        assert [inputs for _, inputs in kept] == [6, 6, 6]
+        peaks = saved_tensors(3, 6, "gpipe", recompute)
+        assert [peak for peak, _ in peaks] == saved_per_microbatch
+        assert [inputs for _, inputs in peaks] == [6, 6, 6]
 
 
 def test_gpipe_without_recomputation_keeps_activations_of_all_microbatches(saved_per_microbatch):
@@ -109,16 +109,16 @@ def test_gpipe_without_recomputation_keeps_activations_of_all_microbatches(saved
 
 @pytest.mark.parametrize("microbatches", [3, 6, 12])
 def test_peak_of_1f1b_does_not_grow_with_number_of_microbatches(saved_per_microbatch, microbatches):
-    kept = saved_tensors(3, microbatches, "one_f_one_b", "never")
-    assert [peak for peak, _ in kept] == [
+    peaks = saved_tensors(3, microbatches, "one_f_one_b", "never")
+    assert [peak for peak, _ in peaks] == [
         3 * saved_per_microbatch[0],
         2 * saved_per_microbatch[1],
         saved_per_microbatch[2],
     ]
-    kept = saved_tensors(3, microbatches, "one_f_one_b", "always")
-    assert [peak for peak, _ in kept] == saved_per_microbatch
+    peaks = saved_tensors(3, microbatches, "one_f_one_b", "always")
+    assert [peak for peak, _ in peaks] == saved_per_microbatch
     # The next input may have been received already, but its layer has not seen it.
-    assert [inputs for _, inputs in kept] == [3, 2, 1]
+    assert [inputs for _, inputs in peaks] == [3, 2, 1]
 
 
 def test_batches_and_outputs_are_released_after_step_and_prediction():

@@ -232,7 +232,7 @@ def test_checkpoint_stores_copies_once_and_loads_in_other_layouts(
         assert torch.equal(stored[f"model.{name}"], weight)
     listed = FileSystemReader(path).read_metadata().storage_data.values()
     num_bytes = sum(file.stat().st_size for file in path.glob("*.distcp"))
-    assert sum(entry.length for entry in listed) == num_bytes, "written more than once"
+    assert sum(entry.length for entry in listed) == num_bytes, "a tensor was written more than once"
     for _, ours, same, other in ranks:
         assert ours[0] == same[0] == results
         assert other[0] == pytest.approx(results, abs=1e-9)

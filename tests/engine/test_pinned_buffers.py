@@ -43,7 +43,7 @@ def test_pinned_memory_is_allocated_in_first_step_only(monkeypatch):
     monkeypatch.setattr(PinnedBufferPool, "take", recording_take)
     monkeypatch.setattr(PinnedBufferPool, "end", recording_end)
     (simulated,) = run_simulated(1, lambda world: train(world, takes)).results
-    assert ends == [1, 2, 3, 4], "once for each step"
+    assert ends == [1, 2, 3, 4], "expected one end per step"
     first, *others = takes
     assert first
     for step in others[:2]:
@@ -94,11 +94,11 @@ def test_buffer_sizes_not_used_by_a_step_are_released():
         pool = PinnedBufferPool(device)
         pool.end_fetch([pool.take(8)])
         pool.end()
-        kept = pool.take(8)
-        pool.end_fetch([kept])
+        buffer = pool.take(8)
+        pool.end_fetch([buffer])
         pool.end_fetch([pool.take(16)])
         pool.end()
-        assert pool.take(8).data_ptr() == kept.data_ptr()
+        assert pool.take(8).data_ptr() == buffer.data_ptr()
         pool.end()
         pool.end()
         assert not any(pool._unused.values()) and not any(pool._free.values())

@@ -149,6 +149,6 @@ def test_checkpoint_restores_loss_scale(tmp_path):
         assert other.loss_scale is None
         return pipe.loss_scale.state()
 
-    kept = run_on_threads(2, saved)[0]
-    assert kept == {"value": 2.0**14, "num_good": 2, "num_skipped": 2}
-    assert run_on_threads(2, resumed) == [kept] * 2
+    state = run_on_threads(2, saved)[0]
+    assert state == {"value": 2.0**14, "num_good": 2, "num_skipped": 2}
+    assert run_on_threads(2, resumed) == [state] * 2

@@ -50,7 +50,7 @@ def test_forked_process_inherits_no_connection_of_its_parent(processes, tmp_path
         pipe = build()
         first = pipe.step(INPUTS, TARGETS).loss
         own = set(sockets().items()) - set(before.items())
-        assert own, "the watcher's and the channels'"
+        assert own, "the pipeline opened no connection"
         pid = os.fork()
         if pid == 0:
             os._exit(len(own & set(sockets().items())))
@@ -152,7 +152,7 @@ def test_computing_rank_raises_error_of_failed_rank_when_its_step_ends(processes
         if rank == 1:
             with pytest.raises(ValueError, match="broken"), collective_errors(world, "step 7"):
                 raise ValueError("broken on purpose")
-            return "told"
+            return "failed"
         with pytest.raises(PeerError) as caught, collective_errors(world, "step 7"):
             for _ in range(200):  # computes
                 time.sleep(0.02)
@@ -160,4 +160,4 @@ def test_computing_rank_raises_error_of_failed_rank_when_its_step_ends(processes
 
     received, message = processes(2, body, tmp_path)
     named = f"rank 1 on {socket.gethostname()}: step 7: ValueError: broken on purpose"
-    assert (received, message) == (named, "told"), "the host is where to look"
+    assert (received, message) == (named, "failed")

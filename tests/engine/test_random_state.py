@@ -423,9 +423,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.dropped, x, use_reentrant=False)
 
     def dropped(self, x):
-        kept = nn.functional.dropout(self.linear(x), 0.5, training=self.training)
+        dropped = nn.functional.dropout(self.linear(x), 0.5, training=self.training)
         time.sleep(0.002)  # gives other ranks time to draw
-        return kept * (1 + torch.rand_like(kept))
+        return dropped * (1 + torch.rand_like(dropped))
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])

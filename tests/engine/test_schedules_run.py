@@ -161,7 +161,7 @@ def assert_simulated_order(timeline, schedule):
             continue
         for needed in dependencies(event.action, schedule.num_stages, schedule.num_microbatches):
             if needed in ends:
-                assert ends[needed] <= event.start_s, f"{event.action} ahead of {needed}"
+                assert ends[needed] <= event.start_s, f"{event.action} began before {needed} ended"
 
 
 def test_reference_depends_on_number_of_microbatches(reference):

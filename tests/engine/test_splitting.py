@@ -248,7 +248,7 @@ def cases(*lists):
 def test_w_computes_all_weight_gradients(make, make_input, dtype):
     split = run_both(make, make_input, dtype)
     assert split.has_weights
-    assert all(g is None for g in split.after_i), "weight gradients came in I"
+    assert all(g is None for g in split.after_i), "I computed a weight gradient"
     assert any(g.any() for g in split.gradients if g is not None)
 
 
@@ -284,7 +284,7 @@ def test_split_backward_under_autocast_is_bitwise_equal(make, cache, recomputes)
     split = run_both(make, vectors(2, 3, 4), torch.float32, **how)
     assert split.has_weights
     exact = run_both(make, vectors(2, 3, 4), torch.float32)
-    assert not same(split.gradients[-1], exact.gradients[-1]), "nothing was cast"
+    assert not same(split.gradients[-1], exact.gradients[-1]), "autocast changed no gradient"
 
 
 def test_split_convolution_and_batch_norm_under_autocast_are_equal():

@@ -138,23 +138,25 @@ def test_backward_call_that_needs_weight_gradients_early_is_refused(function):
         run_engine(Pair(function), torch.randn(5, 4), True)
 
 
-def asked_of_grad(y, wanted):
-    return torch.autograd.grad(y, [wanted], retain_graph=True, allow_unused=True)[0]
+def by_autograd_grad(y, weight):
+    return torch.autograd.grad(y, [weight], retain_graph=True, allow_unused=True)[0]
 
 
-def asked_of_backward(y, wanted):
-    torch.autograd.backward(y, inputs=[wanted], retain_graph=True)
-    return wanted.grad
+def by_autograd_backward(y, weight):
+    torch.autograd.backward(y, inputs=[weight], retain_graph=True)
+    return weight.grad
 
 
-def asked_of_the_tensor(y, wanted):
-    y.backward(inputs=wanted, retain_graph=True)
-    return wanted.grad
+def by_tensor_backward(y, weight):
+    y.backward(inputs=weight, retain_graph=True)
+    return weight.grad
 
 
-@pytest.mark.parametrize("ask", [asked_of_grad, asked_of_backward, asked_of_the_tensor])
+@pytest.mark.parametrize(
+    "differentiate", [by_autograd_grad, by_autograd_backward, by_tensor_backward]
+)
 @pytest.mark.parametrize("is_in_grad_mode", [False, True])
-def test_forward_that_requests_gradient_of_its_weight_is_refused(ask, is_in_grad_mode):
+def test_forward_that_requests_gradient_of_its_weight_is_refused(differentiate, is_in_grad_mode):
     """Regression: torch returned None, because it found no path from the output to the weight."""
 
     def forward(layer, x):
@@ -163,7 +165,7 @@ def test_forward_that_requests_gradient_of_its_weight_is_refused(ask, is_in_grad
             return z
         energy = z.sum()
         with torch.set_grad_enabled(is_in_grad_mode):
-            slope = ask(energy, layer.first.weight)
+            slope = differentiate(energy, layer.first.weight)
         return z * slope.sum()
 
     with pytest.raises(ModelError, match=r"with respect to a parameter \(4, 4\).*torch.func.grad"):
@@ -203,10 +205,10 @@ def test_double_backward_of_split_bilinear_is_refused():
 
 def test_double_backward_is_refused_if_weight_data_was_replaced():
     def noisy(layer, x):
-        kept = layer.first.weight.data
-        layer.first.weight.data = kept + 1
+        original = layer.first.weight.data
+        layer.first.weight.data = original + 1
         y = layer.first(x)
-        layer.first.weight.data = kept
+        layer.first.weight.data = original
         (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         return y + slope
 
@@ -222,7 +224,7 @@ def test_torch_without_will_engine_execute_gets_whole_backward(function, monkeyp
         RUN, 0, [torch.randn(5, 4)], 5, ForwardPlan(RunMode.TRAIN, True), Outcome()
     )
     work.backward(0, [ramp(output)])
-    assert not work.weights(0), "nothing was left for W"
+    assert not work.weights(0), "W had a gradient to compute"
     assert_equals_autograd(partial(Pair, function), True)
 
 

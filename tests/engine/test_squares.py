@@ -75,12 +75,12 @@ def test_squared_norms_of_microbatches_equal_those_of_separate_steps(ranks, opti
         return found[0], result.parts.mean_square(), pipe.grad_square()
 
     for squares, (mean, number), total in run_on_threads(ranks, body):
-        wanted = expected(inputs, targets)
-        assert squares == pytest.approx(wanted, rel=1e-10)
+        expected_squares = expected(inputs, targets)
+        assert squares == pytest.approx(expected_squares, rel=1e-10)
         shares = [5 / 22, 5 / 22, 4 / 22, 4 / 22, 4 / 22]
-        by_hand = sum(w / a for w, a in zip(wanted, shares, strict=True))
+        by_hand = sum(w / a for w, a in zip(expected_squares, shares, strict=True))
         assert mean == pytest.approx(by_hand, rel=1e-10) and number == NUM
-        assert 0 < total <= mean * (1 + 1e-10), "a mean is no longer than the mean of lengths"
+        assert 0 < total <= mean * (1 + 1e-10), "the square of a mean is at most the mean square"
 
 
 def test_frozen_parameter_adds_nothing_to_squared_norms():
@@ -187,7 +187,9 @@ def test_noise_estimates_are_unbiased_for_parts_of_unequal_weight():
         variances.append((found - total) / (number - 1))
         squares.append(total - variances[-1])
     assert number == 4
-    for drawn, wanted in ((variances, deviation**2 / 13), (squares, mean**2)):
+    for drawn, true_value in ((variances, deviation**2 / 13), (squares, mean**2)):
         values = torch.tensor(drawn)
-        assert abs(values.mean() - wanted) < 6 * values.std() / 4000**0.5
-        assert values.std() / 4000**0.5 < 0.02 * max(wanted, 0.5), "too wide to tell"
+        assert abs(values.mean() - true_value) < 6 * values.std() / 4000**0.5
+        assert values.std() / 4000**0.5 < 0.02 * max(true_value, 0.5), (
+            "too few draws for a precise estimate"
+        )

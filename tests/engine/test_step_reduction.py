@@ -165,13 +165,13 @@ def test_numbers_reported_by_ranks_are_summarized():
     assert silent[:4] == ((0.0,) * NUM_REPORTED,) * 3 + ((0,) * NUM_REPORTED,)
 
 
-@pytest.mark.parametrize("told", [["a"], 0.5, None])
-def test_report_that_is_not_a_list_of_numbers_is_refused(told):
+@pytest.mark.parametrize("report", [["a"], 0.5, None])
+def test_report_that_is_not_a_list_of_numbers_is_refused(report):
     """Regression: such a report raised a ValueError or TypeError that did not mention `tell`."""
 
     def body(world):
         pipe = Pipeline(linears(4), mean_square, stages=2, world=world)
-        pipe.step(*batch(8), lambda: told if world.rank else [1.0])
+        pipe.step(*batch(8), lambda: report if world.rank else [1.0])
 
     with pytest.raises(ConfigError, match=r"tell: expected a list of numbers .*as \[0\.5\]"):
         run_on_threads(2, body)

@@ -119,7 +119,7 @@ def test_our_tables_give_same_gradients_in_torch_runtime(processes, tmp_path):
                 assert difference < 1e-10 < gradient.abs().max(), (name, form, key)
             assert not losses or losses == pytest.approx(our_losses, abs=1e-12)
             seen |= gradients.keys()
-        assert len(seen) == 4 * 4, "the gradient of every parameter was compared"
+        assert len(seen) == 4 * 4, "some gradients were not compared"
 
 
 class TableOnlySchedule:

@@ -150,14 +150,14 @@ def test_freezing_between_steps_trains_as_in_one_process(ranks, stages, overlap)
     outer = {"bucket_bytes": 200, "overlap": overlap}
     alone = run_on_threads(1, lambda world: train_switching(world, 1, {}))[0]
     for rank in run_on_threads(ranks, lambda world: train_switching(world, stages, outer)):
-        for (loss, _, gradients, weights), (other, _, wanted, others) in zip(
+        for (loss, _, gradients, weights), (other, _, expected, others) in zip(
             rank, alone, strict=True
         ):
             assert loss == pytest.approx(other, rel=1e-12)
             for name, gradient in gradients.items():
-                assert (gradient is None) == (wanted[name] is None), name
+                assert (gradient is None) == (expected[name] is None), name
                 if gradient is not None:
-                    torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-12)
+                    torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
                 torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-12)
 
 
