@@ -445,12 +445,14 @@ class Pipeline:
 
     def _refuse_exhausted(self, error: Exception, where: str) -> NoReturn:
         layers = [layer for stage in self.stages.values() for layer in stage.layers.values()]
-        told = (
+        explanation = (
             f"rank {self.world.rank}, stages {', '.join(map(str, self.stages))}, {where}: "
             f"{type(error).__name__}: {str(error).strip()}"
         )
         with collective_errors(self.world, where), self._with_plan_of_memory():
-            raise OutOfMemoryError(told, MemorySnapshot.of(self.world.device, layers, 0)) from error
+            raise OutOfMemoryError(
+                explanation, MemorySnapshot.of(self.world.device, layers, 0)
+            ) from error
 
     @contextmanager
     def _with_plan_of_memory(self) -> Iterator[None]:
@@ -458,8 +460,8 @@ class Pipeline:
         try:
             yield
         except OutOfMemoryError as error:
-            told = explain_exhausted(error.snapshot, self._planned, self.request)
-            raise DeviceMemoryError(f"{error}\n{told}") from error.__cause__
+            explanation = explain_exhausted(error.snapshot, self._planned, self.request)
+            raise DeviceMemoryError(f"{error}\n{explanation}") from error.__cause__
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by their total norm over all stages; return the norm before clipping.

@@ -334,8 +334,8 @@ class BufferSynchronizer:
         places = self._places()
         own = {n for n, kind in self._kinds_now().items() if self._kinds.get(n, ()) != kind}
         own |= self._changed | {name for name in self._names if name not in places}
-        told = self._group.merge_object((sorted(own), sorted(places), self._on_host_now()), _all)
-        wanted, self._names, on_host = told
+        agreed = self._group.merge_object((sorted(own), sorted(places), self._on_host_now()), _all)
+        wanted, self._names, on_host = agreed
         self._on_host = frozenset(on_host)
         if self._policy == "each":
             self._say_each(wanted)

@@ -78,14 +78,14 @@ class Executor:
         self._all = frozenset(self._actions)
         self._intake = Intake(world.device)
         self._offloading = {a.stage for a in self._actions if a.op is Op.OFFLOAD}
-        self._room = PinnedBufferPool(world.device) if self._offloading else None
+        self._pinned = PinnedBufferPool(world.device) if self._offloading else None
         sending = {a.stage for a in self._actions if a.op is Op.SEND_F}
         self._runners = {
             i: StageRunner(
                 stage,
                 wiring.peers,
                 self._intake,
-                self._room,
+                self._pinned,
                 sends=i in sending,
                 outsiders=outsiders,
             )
@@ -154,8 +154,8 @@ class Executor:
                     self._world.activity = action  # named if it stalls
                     call(run)
                     index += 1
-            if self._room is not None:
-                self._room.end()
+            if self._pinned is not None:
+                self._pinned.end()
             self._world.activity = "waiting until all it sent has left"
             self._transport.finish()
             for runner in self._runners.values() if self._last_backwards else ():
@@ -174,11 +174,11 @@ class Executor:
             num_left = len(self._made) + sum(runner.num_kept for runner in self._runners.values())
             self._made.clear()
             self._outcome = Outcome()
-            if self._room is not None and index < len(self._program):
+            if self._pinned is not None and index < len(self._program):
                 with suppress(
                     RuntimeError
                 ):  # of a broken device, whose first error is raised above
-                    self._room.end()
+                    self._pinned.end()
             for runner in self._runners.values():
                 runner.end()
         self._world.activity = "ending"
@@ -190,8 +190,8 @@ class Executor:
         assert microbatch is not None, "checked with the table"
         runner, plan = self._runners[stage], self._plans[action]
         routes = self._stages[stage].routes
-        if self._room is not None:
-            self._room.before_compute()
+        if self._pinned is not None:
+            self._pinned.before_compute()
         parts, num_samples = [], 0
         for source in routes.sources:
             part, num_samples = self._take(source, stage, microbatch, run)
@@ -207,8 +207,8 @@ class Executor:
             self._stages[stage].statistics.start_reduction(self._wiring.reductions[stage])
 
     def _recompute(self, action: Action, run: Run) -> None:
-        if self._room is not None:
-            self._room.before_compute()
+        if self._pinned is not None:
+            self._pinned.before_compute()
         start = self.recorder.mark()
         if self._runners[action.stage].recompute(run, _number(action)):
             self.recorder.step.spans.append(ActionSpan(action, start, self.recorder.mark()))
@@ -217,8 +217,8 @@ class Executor:
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None, "checked with the table"
         runner, routes = self._runners[stage], self._stages[stage].routes
-        if self._room is not None:
-            self._room.before_compute()
+        if self._pinned is not None:
+            self._pinned.before_compute()
         gradients: list[torch.Tensor | None] = []
         for destination in routes.destinations:
             gradients += self._take(destination, stage, microbatch, run).nest or ()
@@ -233,8 +233,8 @@ class Executor:
                 self._made[stage, source, microbatch] = Message(part, num_samples)
 
     def _weight_gradients(self, action: Action, run: Run) -> None:
-        if self._room is not None:
-            self._room.before_compute()
+        if self._pinned is not None:
+            self._pinned.before_compute()
         start = self.recorder.mark()
         with self._reducing(action) if action in self._ends else _NOTHING:
             has_run = self._runners[action.stage].weights(_number(action))

@@ -28,9 +28,10 @@ class PinnedBufferPool:
     after the copy from it has ended; the stream of copies out waits for that, not the host.
 
     One action of compute overlaps with a copy out. Before the next action, and before a fetch,
-    `make_room` lets the compute stream wait for the copy and frees the device memory. So no more
-    memory waits for copies than a plan counts, and it is freed in the order of the compute stream:
-    no other stream uses it. Receives do not wait for copies, as sends after them would wait too.
+    `free_offloaded` lets the compute stream wait for the copy and frees the device memory. So no
+    more memory waits for copies than a plan counts, and it is freed in the order of the compute
+    stream: no other stream uses it. Receives do not wait for copies, as sends after them would wait
+    too.
     """
 
     def __init__(self, device: Device) -> None:
@@ -62,10 +63,10 @@ class PinnedBufferPool:
 
     def before_compute(self) -> None:
         """Free memory of overlapped copies before an action of compute, which overlaps others."""
-        self.make_room()
+        self.free_offloaded()
         self._left, self._leaving = self._leaving, []
 
-    def make_room(self) -> None:
+    def free_offloaded(self) -> None:
         """Let the compute stream wait for copies that an action overlapped; free their memory."""
         going, self._left = self._left, []
         current = self.device.current_stream()
@@ -111,7 +112,7 @@ class PinnedBufferPool:
         """
         self._left += self._leaving
         self._leaving = []
-        self.make_room()
+        self.free_offloaded()
         for copies in (self.out, self.back):  # also copies out whose memory was kept by a fetch
             self.device.current_stream().wait_stream(copies)
         self._unused, self._free = self._free, defaultdict(deque)
@@ -157,15 +158,15 @@ class HostCopy:
     Args:
         lasting: Parameters and buffers, which are not moved.
         device: Where the stage runs.
-        room: Pinned buffers, and the streams of the copies. Device memory of tensors that are moved
-            out is freed by `PinnedBufferPool.make_room`.
+        pinned: Pinned buffers, and the streams of the copies. `PinnedBufferPool.free_offloaded`
+            frees the device memory of tensors that are moved out.
     """
 
     def __init__(
-        self, lasting: Iterable[torch.Tensor], device: Device, room: PinnedBufferPool
+        self, lasting: Iterable[torch.Tensor], device: Device, pinned: PinnedBufferPool
     ) -> None:
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-        self._device, self._room = device, room
+        self._device, self._pinned = device, pinned
         self._memories: dict[int, _SavedStorage] = {}
         self._held: list[tuple[ReferenceType[torch.Tensor], _SavedView]] = []
         self._is_here: Event | None = None
@@ -197,11 +198,11 @@ class HostCopy:
         for tensor, _ in self._living():
             # The tensor object stays, for its gradient; only its memory is freed.
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        with self._room.going_out(self):
+        with self._pinned.going_out(self):
             for memory in self._memories.values():
                 assert memory.device is not None, "offloaded twice"
                 source = _bytes_of(memory.device)
-                memory.host = self._room.take(source.numel())
+                memory.host = self._pinned.take(source.numel())
                 self._device.copy_to_host(memory.host, source)
 
     def let_go(self) -> None:
@@ -211,8 +212,8 @@ class HostCopy:
 
     def fetch(self) -> None:
         """Start moving everything back; device memory that was not freed yet is used again."""
-        self._room.make_room()
-        is_gone = self._room.take_back(self)
+        self._pinned.free_offloaded()
+        is_gone = self._pinned.take_back(self)
         if is_gone is not None:
             self._keep(is_gone)
         else:
@@ -222,7 +223,7 @@ class HostCopy:
 
     def _keep(self, is_gone: Event) -> None:
         memories = self._memories.values()
-        self._room.give_back([each.host for each in memories if each.host is not None])
+        self._pinned.give_back([each.host for each in memories if each.host is not None])
         for memory in memories:
             memory.host = None
         self._is_here = is_gone
@@ -234,13 +235,13 @@ class HostCopy:
             # Allocated on the compute stream, so that memory which it has freed can be reused.
             arriving.append(self._device.empty((memory.host.numel(),), torch.uint8))
         read = []
-        with self._room.coming_back():
+        with self._pinned.coming_back():
             for memory, own in zip(self._memories.values(), arriving, strict=True):
                 assert memory.host is not None
                 self._device.copy_to_device(own, memory.host)
                 read.append(memory.host)
                 memory.device, memory.host = own.untyped_storage(), None
-            self._is_here = self._room.end_fetch(read)
+            self._is_here = self._pinned.end_fetch(read)
 
     def wait(self) -> None:
         """Let the compute stream wait for the copies back, and release all references to them.

@@ -268,9 +268,9 @@ class RequiresGradTracker:
         if runner.place in self._varying:
             return
         log.warning(
-            "%s: an output requires a gradient for some micro-batches and none for others, and "
-            "said it did; its gradient is left out, as it should be. From now on its forwards "
-            "make a graph, to tell; recompute=never needs no such thing",
+            "%s: an output requires a gradient for some micro-batches only. It gets none in this "
+            "one, which is correct. From now on these layers' forwards build a graph to find out "
+            "whether it does; recompute=never avoids that",
             _last(runner),
         )
         self._varying.add(runner.place)

@@ -132,7 +132,7 @@ class StageRunner:
         stage: The stage.
         peers: The ranks over which BatchNorm layers normalise a micro-batch; None for this one.
         intake: Copies targets to the device; created if None.
-        room: Pinned memory for OFFLOAD; None if the table has no OFFLOAD.
+        pinned: Pinned memory for OFFLOAD; None if the table has no OFFLOAD.
         sends: Whether outputs are sent to other ranks.
         outsiders: The parameters that backwards must not reach.
     """
@@ -142,12 +142,12 @@ class StageRunner:
         stage: Stage,
         peers: Group | None = None,
         intake: Intake | None = None,
-        room: PinnedBufferPool | None = None,
+        pinned: PinnedBufferPool | None = None,
         *,
         sends: bool = False,
         outsiders: ForeignParameters | None = None,
     ) -> None:
-        self.stage, self._peers, self._room, self._sends = stage, peers, room, sends
+        self.stage, self._peers, self._pinned, self._sends = stage, peers, pinned, sends
         self._outsiders = outsiders
         self._loss = StageLoss(stage, intake or Intake(stage.device))
         self.saved: dict[int, Saved] = {}
@@ -245,8 +245,8 @@ class StageRunner:
         if self._is_joined:
             saved.num_leaves = [sum(t.requires_grad for t in tensors_of(part)) for part in parts]
         if plan.offloads:
-            assert self._room is not None, "made for every table with OFFLOAD"
-            saved.host = HostCopy(self._lasting_tensors(), self.stage.device, self._room)
+            assert self._pinned is not None, "made for every table with OFFLOAD"
+            saved.host = HostCopy(self._lasting_tensors(), self.stage.device, self._pinned)
         if plan.splits and not self.stage.is_compiled and can_split_backward():
             saved.deferred = Deferred(None if saved.host is None else saved.host.hold)
 

@@ -54,7 +54,7 @@ class Steps:
     """Trains, evaluates and predicts with the stages of one rank.
 
     Args:
-        site: The rank's position and groups.
+        context: The rank's position and groups.
         tables: The tables of steps and evaluations.
         portions: The micro-batches of all replicas.
         stages: The stages of this rank by index.
@@ -72,7 +72,7 @@ class Steps:
 
     def __init__(
         self,
-        site: RankContext,
+        context: RankContext,
         tables: Tables,
         portions: MicrobatchSplit,
         stages: dict[int, Stage],
@@ -93,7 +93,7 @@ class Steps:
         self._sent_bytes = [0]  # by reductions without compression
         self.loss_scale = loss_scale
         self._part_of = part_of
-        self._site = site
+        self._context = context
         self._placement = tables.training.placement
         self._stages = stages
         self._wiring = wiring
@@ -101,10 +101,10 @@ class Steps:
         self._trainer, self._evaluator = (
             Executor(
                 table,
-                site.stage_rank,
+                context.stage_rank,
                 stages,
                 wiring,
-                site.world,
+                context.world,
                 overlaps=outer.overlap,
                 outsiders=outsiders,
             )
@@ -123,23 +123,23 @@ class Steps:
         )
         self._buffer_syncs = self._synchronizers(buffers)
         self._has_warned_of_outputs = False
-        self.same_data = SameData(self._placement, site.stage_rank)
+        self.same_data = SameData(self._placement, context.stage_rank)
         self._watch_copied_parameters()
         self._portions = portions
-        self._first = portions.of(site.replica).start
+        self._first = portions.of(context.replica).start
         num_global = portions.total
         widths = {index: sync.num_flags for index, sync in self._buffer_syncs.items()}
-        self._flags = StepFlags.gathered(names, widths, site.world_group)
+        self._flags = StepFlags.gathered(names, widths, context.world_group)
         self._reduction = StepReduction(
             num_global,
             self._flags.size,
-            site.world_group,
-            site.world.rank,
-            site.world.device,
-            site.pipeline if uses_local_sgd else None,
+            context.world_group,
+            context.world.rank,
+            context.world.device,
+            context.pipeline if uses_local_sgd else None,
         )
         held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
-        self._trained = TrainableParameters(held, names, site.world_group)
+        self._trained = TrainableParameters(held, names, context.world_group)
         self._num_parameters, self._has_trained = len(names), False
         self._has_warned = False  # that all is frozen
         self._idle: StepLoss | None = None  # of the last step, if no step has trained anything
@@ -149,15 +149,15 @@ class Steps:
         self.local_sgd: LocalSgd | None = None
         self._shares: torch.Tensor | None = None
         if uses_local_sgd:
-            self._shares = site.world.device.to_device(share_places(portions.counts))
+            self._shares = context.world.device.to_device(share_places(portions.counts))
             self.local_sgd = self._make_local_sgd(outer, tables, buffers)
         # The loss weight of the last step; backward is seeded near its inverse.
-        on = site.world.device.torch
+        on = context.world.device.torch
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=on)
 
     def _synchronizers(self, buffers: str) -> dict[int, BufferSynchronizer]:
         """Return the synchronizer of each stage's buffers."""
-        copies, rank = self._wiring.reductions, self._site.world.rank
+        copies, rank = self._wiring.reductions, self._context.world.rank
         return {
             index: BufferSynchronizer(stage.layers, copies[index], rank, buffers, stage.device)
             for index, stage in self._stages.items()
@@ -166,8 +166,8 @@ class Steps:
     def _make_local_sgd(self, outer: Outer, tables: Tables, buffers: str) -> LocalSgd:
         return LocalSgd(
             outer,
-            self._site.world.rank,
-            self._site.mesh,
+            self._context.world.rank,
+            self._context.mesh,
             tables,
             self._stages,
             self._wiring,
@@ -234,7 +234,7 @@ class Steps:
         for stage in self._stages.values():
             stage.refuse_other_parameters()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        is_on_host = not self._site.world.device.is_accelerator
+        is_on_host = not self._context.world.device.is_accelerator
         seed = backward_seed(self.weight, is_on_host=is_on_host) * scale
         if not self._trained.is_agreed:
             self._trained.agree()
@@ -268,7 +268,7 @@ class Steps:
         loss = known.loss
         self.weight = weight = loss.weight
         if self.local_sgd is not None:  # each replica divides by the weight of its own share
-            weight = loss.weight_of(self._portions.of(self._site.replica))
+            weight = loss.weight_of(self._portions.of(self._context.replica))
         if is_on_host:
             refuse_negative_weight(float(weight))
         else:  # in the next step, when it has been copied to the host
@@ -300,9 +300,9 @@ class Steps:
 
     def _compare_copies(self) -> None:
         """Raise ModelError if copies of a parameter differ after this step; waits for all ranks."""
-        site, stages = self._site, [stage.parameters for stage in self._stages.values()]
-        together = site.world_group if self.local_sgd is None else site.pipeline
-        refuse_different(stages, together, site.world_group)
+        context, stages = self._context, [stage.parameters for stage in self._stages.values()]
+        together = context.world_group if self.local_sgd is None else context.pipeline
+        refuse_different(stages, together, context.world_group)
 
     def _look_whether_trained(self, known: StepTotals) -> None:
         """Raise ModelError if nothing was trained; warn if no parameter of the first layers was.
@@ -312,17 +312,17 @@ class Steps:
         """
         self._has_trained = self._flags.is_any_used(known.flags) or not self._num_parameters
         if self._has_trained:
-            if self._site.world.rank == 0:
+            if self._context.world.rank == 0:
                 names = self._trained.names
                 warn_cut_off(names, self._flags.used(names, known.flags))
             return
-        names, own = self._trained.names, self._portions.of(self._site.replica)
+        names, own = self._trained.names, self._portions.of(self._context.replica)
         if not names:
-            if self._site.world.rank == 0 and not self._has_warned:
+            if self._context.world.rank == 0 and not self._has_warned:
                 warn_nothing_trained(self._num_parameters)
             self._has_warned = True
             return
-        looked_at = self._idle if self._site.world.device.is_accelerator else known.loss
+        looked_at = self._idle if self._context.world.device.is_accelerator else known.loss
         self._idle = known.loss
         every = range(self._portions.total) if self.local_sgd is None else own
         if looked_at is not None and not looked_at.is_zero(every):
@@ -342,7 +342,7 @@ class Steps:
         if loss.squares is None:
             return None
         squares = loss.squares / divisor.square()
-        return GradientParts.of(squares, loss.terms[1], self._part_of, self._site.world.device)
+        return GradientParts.of(squares, loss.terms[1], self._part_of, self._context.world.device)
 
     def _own_flags(self) -> set[int]:
         """Return the flags that this rank sets: of parameters that it used, and of its buffers."""
@@ -381,8 +381,8 @@ class Steps:
         found = self._overflows()
         if found is None:
             return overflows
-        self._site.world_group.all_reduce(found)
-        return AsyncHostTensor.of(found, self._site.world.device)
+        self._context.world_group.all_reduce(found)
+        return AsyncHostTensor.of(found, self._context.world.device)
 
     def _overflows(self) -> torch.Tensor | None:
         """Return the number of reduced gradients that are not finite; None without a loss scale.
@@ -395,7 +395,7 @@ class Steps:
             each.wait()
         gradients = [owned.parameter.grad for owned in self.owned_gradients().values()]
         present = [gradient for gradient in gradients if gradient is not None]
-        return count_overflows(present, self._site.world.device)
+        return count_overflows(present, self._context.world.device)
 
     def _drop_gradients(self) -> None:
         for stage in self._stages.values():
@@ -406,7 +406,7 @@ class Steps:
 
     def _finish_gradients(self, number: torch.Tensor, used: Collection[int]) -> None:
         """Divide all gradients; set those of parameters that no rank has used to None."""
-        divisor = Divisor(number, self._site.world.device)
+        divisor = Divisor(number, self._context.world.device)
         for gradients in self._gradients:
             names = gradients.trained_names()
             gradients.finish(divisor, self._flags.used(names, used))
@@ -465,15 +465,15 @@ class Steps:
 
         `where` names the last layer.
         """
-        site, outcome = self._site, self._evaluate(run)
+        context, outcome = self._context, self._evaluate(run)
         self._note(outcome)
         everywhere: dict[int, Output] = {}
         for holder in self._placement.holders(self._placement.num_stages - 1):
-            root = site.mesh.world_rank(site.replica, holder)
-            everywhere |= broadcast_nest(outcome.outputs, site.pipeline, root, site.world)
+            root = context.mesh.world_rank(context.replica, holder)
+            everywhere |= broadcast_nest(outcome.outputs, context.pipeline, root, context.world)
         joined = join(everywhere, where)
         last = self._stages.get(self._placement.num_stages - 1)
-        if last is not None and site.replica == 0 and not self._has_warned_of_outputs:
+        if last is not None and context.replica == 0 and not self._has_warned_of_outputs:
             inputs = run.inputs.nests[0] if run.inputs else None
             layers = list(last.layers.values())
             self._warn_of_square(square_output(everywhere, layers, inputs), where)
@@ -510,7 +510,7 @@ class Steps:
         if self._wiring.peers is None or run.inputs is None or all(run.inputs.sizes):
             return
         raise DataError(
-            f"replica {self._site.replica}: expected samples in every micro-batch, as BatchNorm "
+            f"replica {self._context.replica}: expected samples in every micro-batch, as BatchNorm "
             f"normalises each over all replicas, got none in micro-batch "
             f"{run.inputs.sizes.index(0)}; use larger batches, fewer micro-batches, or "
             f"normalise_over_replicas=False"

@@ -39,14 +39,14 @@ def with_open_choices(
 
 
 def decide_layout(
-    request: Request, site: RankContext, cost_model: CostModel, timeout_s: float
+    request: Request, context: RankContext, cost_model: CostModel, timeout_s: float
 ) -> Layout:
     """Compute the layout on rank 0 and return it on all ranks; collective.
 
     Only rank 0 measures layers and needs an example. Rank 0 gets the schedule rows of all ranks,
     each other rank only its own row. `timeout_s`: how long a rank may wait for rank 0.
     """
-    world = site.world
+    world = context.world
 
     def measure() -> Callable[[], Layout]:
         return partial(_laid_out, replace(request, partition=cut(request, cost_model)), cost_model)
@@ -61,7 +61,12 @@ def decide_layout(
     decided = run_with_heartbeat(world, "laying out", search)
     with collective_errors(world, "start"):
         layout = broadcast_layout(
-            decided, world.rank, site.mesh, site.world_group, site.pipeline, site.dp_group
+            decided,
+            world.rank,
+            context.mesh,
+            context.world_group,
+            context.pipeline,
+            context.dp_group,
         )
     if world.rank == 0:
         recut_text = _recut_text(request.partition, layout.partition)

@@ -42,14 +42,14 @@ def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -
     The lower rank of each pair measures.
     """
     with collective_errors(world, "connecting the ranks of the layout"):
-        site = RankContext.of(world, mesh)
+        context = RankContext.of(world, mesh)
         layout = broadcast_layout(
-            decided, world.rank, mesh, site.world_group, site.pipeline, site.dp_group
+            decided, world.rank, mesh, context.world_group, context.pipeline, context.dp_group
         )
         schedules = [layout.of(replica).schedule for replica in range(mesh.replicas)]
         wiring = Wiring.connect(world, mesh, schedules)
         groups = _different(wiring)
-        warm_up_groups([site.world_group, site.pipeline, *groups], world.device)
+        warm_up_groups([context.world_group, context.pipeline, *groups], world.device)
     ways = _time_channels(world, mesh, layout, wiring, most_bytes)
     sums: list[TimedAllReduce] = []
     timed: set[tuple[int, ...]] = set()

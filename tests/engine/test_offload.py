@@ -107,7 +107,7 @@ def alive_storages(recipe, layers, *, offload):
     HostCopy._pack = pack
     try:
         pool = PinnedBufferPool(stage.device)
-        work = StageRunner(stage, room=pool)
+        work = StageRunner(stage, pinned=pool)
         x = torch.randn(4, 8).requires_grad_()
         work.forward(RUN, 0, [x], 4, recipe, Outcome())
         del x
