@@ -200,8 +200,10 @@ class Recorder:
         os._exit = self._save_and_exit
 
     def _save_and_exit(self, code: int) -> NoReturn:
-        self.save()
-        self._exit(code)
+        try:
+            self.save()
+        finally:
+            self._exit(code)
 
     def save(self) -> None:
         """Stop recording and write the record."""

@@ -529,5 +529,5 @@ class CommConfig:
     created for you."""
 
     shared_memory: bool = True
-    """Send tensors between CPU ranks of one machine, and sum small ones of any ranks there, through
-    shared memory. false: through the backend."""
+    """Send tensors between CPU ranks of one machine through shared memory, and sum the small
+    tensors of a step there (not with MPI). false: through the backend."""

@@ -157,7 +157,7 @@ def test_claims_are_read_off_what_the_parts_wrote():
         "holds, memory: left by measuring layers, bytes",
         "DOES NOT HOLD, memory: peak over plan, offload",
         "holds, memory: peak over plan, offload",
-        "DOES NOT HOLD, memory: peak with what waits for copies over plan, offload",
+        "DOES NOT HOLD, memory: peak with memory that copies still read, over plan, offload",
         "DOES NOT HOLD, exactness: tests that fail",
     }
 

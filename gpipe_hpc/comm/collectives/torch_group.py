@@ -93,7 +93,7 @@ class TorchGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place, in shared memory if it is small."""
-        if self._shared_sum is not None and self._shared_sum.takes(tensor):
+        if self._shared_sum is not None and self._shared_sum.accepts(tensor):
             self._shared_sum.all_reduce(tensor)
         else:
             self.start_all_reduce(tensor).wait()

@@ -86,7 +86,9 @@ class TreeGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum level by level upwards and broadcast the result downwards."""
-        self.start_all_reduce(tensor).wait()
+        for group in self.groups:
+            group.all_reduce(tensor)
+        self.broadcast_down(tensor)
 
     def all_reduce_hierarchical(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """Sum level by level, calling `between` before each higher level; broadcast downwards."""

@@ -178,7 +178,13 @@ def _private_folder() -> Path:
 def _connect(channel: PlacedChannel, address: str, timeout_s: float) -> SharedSender:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
-    connection.connect(address)
+    try:
+        connection.connect(address)
+    except OSError as error:
+        raise ConnectionError(
+            f"rank {channel.source_rank}: cannot connect to rank {channel.destination_rank} of "
+            f"this machine at {address} ({error}); set comm.shared_memory=false on all ranks"
+        ) from error
     connection.sendall(_HELLO.pack(channel.source_rank, channel.destination_rank, channel.tag))
     return SharedSender(channel, connection)
 

@@ -234,5 +234,5 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 def _lost(error: OSError, rank: int) -> ConnectionError | TimeoutError:
     if isinstance(error, TimeoutError):
-        return TimeoutError(f"timed out waiting for rank {rank}: {error}")
+        return TimeoutError(f"timed out waiting for rank {rank}")
     return ConnectionError(f"lost rank {rank}: {error}")

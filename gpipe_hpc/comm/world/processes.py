@@ -77,7 +77,8 @@ class ProcessWorld:
     Args:
         device: device of this rank.
         timeout_s: time-out of waits for other ranks.
-        shares_memory: whether ranks of one host pass CPU tensors in shared memory.
+        shares_memory: whether ranks of one host send each other CPU tensors, and sum small ones, in
+            shared memory.
         job_secret: secret shared by all ranks, if there is one.
         watchfulness: time limits of the watchdog.
         width: `gathering` with more ranks uses a hierarchy of groups of this size.
@@ -139,7 +140,7 @@ class ProcessWorld:
             self._board_of_notices.absent,
         )
         self._num_transports = 0
-        self._num_sums: Counter[tuple[int, ...]] = Counter()  # groups that sum in shared memory
+        self._num_summing_groups: Counter[tuple[int, ...]] = Counter()
         # First of all, so that from here on the others notice a rank that ends or hangs.
         self._board = self._open_board(keys, watchfulness)
         with collective_errors(self, "joining the other ranks"):
@@ -240,27 +241,27 @@ class ProcessWorld:
         ranks = tuple(members)
         if len(ranks) == 1 or len(ranks) > self._meshed or self._uses_mpi:
             return self._group_of(ranks)
-        self._num_sums[ranks] += 1
-        what = f"sums {self._num_sums[ranks]} of {rank_names(ranks)}"
-        hosts = self._exchange_texts(f"hosts of {what}", self._host, ranks)
-        shared_sum = None
-        if len(set(hosts.values())) == 1 and self._host:
-            shared = self._shared_transport(all_channels(ranks), what)
-            transport = RoutedTransport(dict.fromkeys(all_channels(ranks), shared), self._pulse)
-            shared_sum = SharedMemorySum(ranks, self.rank, transport)
-        return TorchGroup(self._form(ranks), ranks, self._pulse, self.device, shared_sum=shared_sum)
+        self._num_summing_groups[ranks] += 1
+        what = f"sums {self._num_summing_groups[ranks]} of {rank_names(ranks)}"
+        hosts = set(self._exchange_texts(f"hosts of {what}", self._host, ranks).values())
+        if len(hosts) > 1 or "" in hosts:
+            return self._group_of(ranks)
+        shared = self._shared_transport(all_channels(ranks), what)
+        transport = RoutedTransport(dict.fromkeys(all_channels(ranks), shared), self._pulse)
+        return self._group_of(ranks, SharedMemorySum(ranks, self.rank, transport))
 
     def _own(self, members: Sequence[Sequence[int]]) -> Sequence[int]:
         own = next((ranks for ranks in members if self.rank in ranks), None)
         assert own is not None, f"rank {self.rank} is in none of {members}"
         return own
 
-    def _group_of(self, members: Sequence[int]) -> Group:
+    def _group_of(self, members: Sequence[int], shared_sum: SharedMemorySum | None = None) -> Group:
         ranks = tuple(members)
         if len(ranks) == 1:
             return SoloGroup(self.rank)
         if self._uses_mpi or len(ranks) <= self._meshed:
-            return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
+            formed = self._form(ranks)
+            return TorchGroup(formed, ranks, self._pulse, self.device, shared_sum=shared_sum)
         # Too many for a full mesh over Gloo.
         host = self._wide_group(ranks)
         if self._backend == "gloo":
@@ -297,12 +298,12 @@ class ProcessWorld:
         self._num_transports += 1
         what = f"channels {self._num_transports}"
         own = [c for c in channels if self.rank in _ends(c)]
-        if self._no_memory and not device.is_accelerator:
+        if self._why_not_shared and not device.is_accelerator:
             log.warning(
                 "rank %d: cannot share memory with other processes (%s); boundaries are sent by "
                 "torch.distributed, which copies more; set comm.shared_memory=false if this is "
                 "intended",
-                *(self.rank, self._no_memory),
+                *(self.rank, self._why_not_shared),
             )
         host = "" if device.is_accelerator else self._host
         hosts = self._exchange_texts(f"hosts of {what}", host, _peers(own, self.rank))
@@ -328,7 +329,7 @@ class ProcessWorld:
         return _exchange_texts_among(self._board_of_notices, self.rank, what, text, peers)
 
     @cached_property
-    def _no_memory(self) -> str:
+    def _why_not_shared(self) -> str:
         """Return why this rank cannot share memory; empty if it can, or if it is set not to."""
         return why_not_shared() if self._shares_memory else ""
 
@@ -336,7 +337,7 @@ class ProcessWorld:
     def _host(self) -> str:
         """Return a text equal on all ranks that can share memory; empty if this rank cannot."""
         # Both processes must see the same folder at the path of the socket.
-        can_share = self._shares_memory and not self._no_memory
+        can_share = self._shares_memory and not self._why_not_shared
         return folder_identity(meeting_place()) if can_share else ""
 
     def _warn_divided(self, hosts: Mapping[int, str], channels: Sequence[PlacedChannel]) -> None:

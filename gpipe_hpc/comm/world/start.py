@@ -68,7 +68,8 @@ def start_world(
         backend: ``auto``, ``gloo``, ``mpi`` (by mpi4py, under an MPI launcher), or torch's backend
             for the device, such as ``nccl`` or ``xccl``.
         timeout_s: time after which a rank that waits for another gives up.
-        shares_memory: whether ranks of one host send each other CPU tensors by shared memory.
+        shares_memory: whether ranks of one host send each other CPU tensors, and sum small ones, in
+            shared memory.
         secret_file: file with the job's secret; None for GPIPE_HPC_SECRET, else this user's own
             secret if all ranks are on one machine, else none.
         silence_s: see `WatchdogConfig`; not used in a world of one rank.

@@ -1,5 +1,7 @@
 """Sums in shared memory: their order, the cases that Gloo keeps, and failures."""
 
+import errno
+import socket
 import time
 
 import pytest
@@ -24,30 +26,95 @@ def refuse_gloo(monkeypatch):
 
 
 def tensors(rank):
-    """Yield tensors of several dtypes and layouts; their sums depend on the order."""
+    """Yield tensors of several dtypes and sizes; their sums depend on the order."""
     for number in range(40):
         generator = torch.Generator().manual_seed(100 * number + rank)
-        values = torch.randn(number % 7, 3, generator=generator, dtype=torch.float64) * 10**rank
+        values = torch.randn(number, 3, generator=generator, dtype=torch.float64) * 10**rank
         yield values.clone()
-        yield values.float().t()
+        yield values.float()
         yield (values * 1000).long()
     yield torch.tensor(0.1 * (rank + 1))
 
 
-def test_sums_are_added_in_rank_order_without_gloo(processes, tmp_path, monkeypatch):
-    refuse_gloo(monkeypatch)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_have_the_bits_of_gloo(processes, tmp_path, size):
+    def body(rank):
+        _, group = control_group()
+        used, shared_sum = [], group._shared_sum.all_reduce
+        group._shared_sum.all_reduce = lambda tensor: used.append(1) or shared_sum(tensor)
+        equal = []
+        for tensor in tensors(rank):
+            other = tensor.clone()
+            group.all_reduce(tensor)
+            group.start_all_reduce(other).wait()
+            equal.append(torch.equal(tensor, other))
+        return equal, len(used)
+
+    assert processes(size, body, tmp_path) == [([True] * 121, 121)] * size
+
+
+def test_tensors_that_require_gradients_and_of_inference_mode_are_summed(processes, tmp_path):
+    def body(rank):
+        _, group = control_group()
+        leaf = torch.ones(2, requires_grad=True)
+        result = leaf * 3
+        with torch.inference_mode():
+            inference = torch.ones(2)
+        for tensor in (leaf, result, inference):
+            group.all_reduce(tensor)
+        return leaf.tolist(), leaf.is_leaf, result.tolist(), inference.tolist()
+
+    expected = [2.0, 2.0], True, [6.0, 6.0], [2.0, 2.0]
+    assert processes(2, body, tmp_path) == [expected] * 2
+
+
+def test_a_message_that_is_not_accepted_at_once_is_sent_before_the_sum_returns(
+    processes, tmp_path, monkeypatch
+):
+    """Otherwise the other rank would wait until this one communicates again."""
 
     def body(rank):
         _, group = control_group()
-        found = []
-        for tensor in tensors(rank):
-            group.all_reduce(tensor)
-            found.append(tensor.tolist())
-        return found
+        if rank == 0:
+            send_fds, failures = socket.send_fds, iter(range(2))
 
-    found = processes(3, body, tmp_path)
-    expected = [((a + b) + c).tolist() for a, b, c in zip(*map(tensors, range(3)), strict=True)]
-    assert found == [expected] * 3
+            def send(*args):
+                for _ in failures:
+                    raise OSError(errno.ETOOMANYREFS, "too many references")
+                return send_fds(*args)
+
+            monkeypatch.setattr(socket, "send_fds", send)
+            time.sleep(0.3)  # the message of rank 1 has arrived, so rank 0 need not wait for it
+        tensor = torch.tensor([rank + 1.0])
+        group.all_reduce(tensor)
+        began_s = time.monotonic()
+        if rank == 0:
+            return tensor.item(), (tmp_path / "has_sum").exists() or waited(tmp_path)
+        (tmp_path / "has_sum").touch()
+        return tensor.item(), time.monotonic() - began_s < 10.0
+
+    def waited(folder):
+        """Return whether rank 1 gets its sum although this rank does nothing else."""
+        deadline_s = time.monotonic() + 10.0
+        while not (folder / "has_sum").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return (folder / "has_sum").exists()
+
+    assert processes(2, body, tmp_path) == [(3.0, True)] * 2
+
+
+def test_a_rank_that_does_not_respond_is_named(processes, tmp_path):
+    def body(rank):
+        world = ProcessWorld(HostDevice(), 1.0)
+        group = world.control_group([range(2)])
+        if rank == 1:
+            time.sleep(4.0)
+            return True
+        with pytest.raises(TimeoutError, match=r"waiting for rank 1$"):
+            group.all_reduce(torch.zeros(1))
+        return True
+
+    assert processes(2, body, tmp_path) == [True, True]
 
 
 def test_levels_sum_in_shared_memory(processes, tmp_path, monkeypatch):
@@ -83,11 +150,15 @@ def test_gloo_sums_large_tensors_and_those_of_ranks_that_share_no_memory(
     assert processes(2, body, tmp_path) == [([3.0], 1)] * 2
 
 
-def test_tensors_of_different_shapes_are_refused(processes, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2,), torch.float64), ((1,), torch.float32)], ids=["shape", "dtype"]
+)
+def test_different_tensors_are_refused(processes, tmp_path, shape, dtype):
     def body(rank):
         _, group = control_group()
-        with pytest.raises(ConnectionError, match="expected a tensor"):
-            group.all_reduce(torch.zeros(1 + rank))
+        own = torch.zeros(1, dtype=torch.float64)
+        with pytest.raises(ConnectionError, match=r"sum over ranks 0, 1: expected .* from rank"):
+            group.all_reduce(own if rank == 0 else torch.zeros(shape, dtype=dtype))
         return True
 
     assert processes(2, body, tmp_path) == [True, True]

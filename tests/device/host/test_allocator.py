@@ -58,7 +58,7 @@ def test_freed_memory_goes_back_at_once_or_when_it_is_trimmed():
         done = subprocess.run(run, capture_output=True, text=True, check=True)
         return [int(mib) for mib in done.stdout.split()]
 
-    given_back, _ = left("give_back_freed_memory")
+    given_back, _ = left("return_freed_memory")
     assert given_back < 30
     kept, trimmed = left("keep_freed_memory")
     assert kept > 80 and trimmed < 30

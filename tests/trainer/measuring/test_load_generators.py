@@ -219,7 +219,7 @@ def test_as_many_are_started_as_memory_holds(tiny, monkeypatch, caplog, free, ot
         yield SimpleNamespace(why_not_ready=lambda until_s: "", why_ended=lambda: "")
 
     place = "gpipe_hpc.trainer.measuring.load_generators"
-    monkeypatch.setattr(f"{place}._companion", counted)
+    monkeypatch.setattr(f"{place}._load_generator", counted)
     monkeypatch.setattr(f"{place}.HostDevice", lambda: SimpleNamespace(memory_free=lambda: free))
     with load_generators(compose_config(tiny), 2, CpuShare(2, others), 1.2e9):
         assert found == [2] * started
