@@ -26,7 +26,6 @@ from gpipe_hpc.comm.collectives.group import (
     TrafficCounter,
 )
 from gpipe_hpc.comm.collectives.plan import Plan
-from gpipe_hpc.comm.collectives.shared_memory_sum import SharedMemorySum
 from gpipe_hpc.comm.collectives.torch_adapter import NAME as FACE_NAME
 from gpipe_hpc.comm.collectives.torch_adapter import register
 from gpipe_hpc.comm.net.gloo import default_group_settings
@@ -300,8 +299,8 @@ class SimulatedWorld(ProcessWorld):
     def _make_former(self, *given: Any) -> ProcessGroupFactory:
         return CountingFormer(self._counts, *given)
 
-    def _group_of(self, members: Sequence[int], shared_sum: SharedMemorySum | None = None) -> Group:
-        formed = super()._group_of(members, shared_sum)
+    def _group_of(self, members: Sequence[int]) -> Group:
+        formed = super()._group_of(members)
         if formed.size == 1:
             return formed
         return SimulatedGroup(

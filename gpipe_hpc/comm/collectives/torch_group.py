@@ -52,7 +52,6 @@ class TorchGroup:
         pulse: activity tracker, to which the ranks being waited for are reported.
         device: the device of this rank.
         host: group of the same ranks for host tensors, if `group` handles only device tensors.
-        shared_sum: sums small host tensors in shared memory, if the ranks share some.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class TorchGroup:
         pulse: ActivityTracker,
         device: Device,
         host: SparseGroup | None = None,
-        shared_sum: SharedMemorySum | None = None,
     ) -> None:
         self.ranks = ranks
         self.size = self.width = len(ranks)
@@ -70,7 +68,7 @@ class TorchGroup:
         self.sent = TrafficCounter()
         self.torch_group = group
         self._pulse, self._device = pulse, device
-        self._shared_sum = shared_sum
+        self.shared_sum: SharedMemorySum | None = None
         self._carries, self._knows = (
             uses_device_memory(group, device),
             accepts_device(group, device),
@@ -93,8 +91,8 @@ class TorchGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place, in shared memory if it is small."""
-        if self._shared_sum is not None and self._shared_sum.accepts(tensor):
-            self._shared_sum.all_reduce(tensor)
+        if self.shared_sum is not None and self.shared_sum.accepts(tensor):
+            self.shared_sum.all_reduce(tensor)
         else:
             self.start_all_reduce(tensor).wait()
 

@@ -7,7 +7,6 @@ import multiprocessing.util
 import os
 import secrets
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
@@ -35,6 +34,7 @@ from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import ChannelEnd, ProcessTransport
 from gpipe_hpc.comm.transport.routed import RoutedTransport
 from gpipe_hpc.comm.transport.shared import (
+    Exchange,
     SharedTransport,
     meeting_place,
     open_shared_transport,
@@ -140,7 +140,6 @@ class ProcessWorld:
             self._board_of_notices.absent,
         )
         self._num_transports = 0
-        self._num_summing_groups: Counter[tuple[int, ...]] = Counter()
         # First of all, so that from here on the others notice a rank that ends or hangs.
         self._board = self._open_board(keys, watchfulness)
         with collective_errors(self, "joining the other ranks"):
@@ -238,30 +237,31 @@ class ProcessWorld:
 
     def _summing_group(self, members: Sequence[int]) -> Group:
         """Form a group that sums small tensors in shared memory, if its ranks are on one host."""
-        ranks = tuple(members)
-        if len(ranks) == 1 or len(ranks) > self._meshed or self._uses_mpi:
-            return self._group_of(ranks)
-        self._num_summing_groups[ranks] += 1
-        what = f"sums {self._num_summing_groups[ranks]} of {rank_names(ranks)}"
-        hosts = set(self._exchange_texts(f"hosts of {what}", self._host, ranks).values())
-        if len(hosts) > 1 or "" in hosts:
-            return self._group_of(ranks)
-        shared = self._shared_transport(all_channels(ranks), what)
-        transport = RoutedTransport(dict.fromkeys(all_channels(ranks), shared), self._pulse)
-        return self._group_of(ranks, SharedMemorySum(ranks, self.rank, transport))
+        group = self._group_of(members)
+        if group.size == 1 or group.size > self._meshed or self._uses_mpi:
+            return group
+        hosts = set(group.all_gather_object(self._host))
+        if len(hosts) == 1 and "" not in hosts and isinstance(group, TorchGroup):
+            ranks, channels = group.ranks, all_channels(group.ranks)
+            shared = self._shared_transport(
+                channels,
+                lambda own, _: dict(zip(ranks, group.all_gather_object(own), strict=True)),
+            )
+            transport = RoutedTransport(dict.fromkeys(channels, shared), self._pulse)
+            group.shared_sum = SharedMemorySum(ranks, self.rank, transport)
+        return group
 
     def _own(self, members: Sequence[Sequence[int]]) -> Sequence[int]:
         own = next((ranks for ranks in members if self.rank in ranks), None)
         assert own is not None, f"rank {self.rank} is in none of {members}"
         return own
 
-    def _group_of(self, members: Sequence[int], shared_sum: SharedMemorySum | None = None) -> Group:
+    def _group_of(self, members: Sequence[int]) -> Group:
         ranks = tuple(members)
         if len(ranks) == 1:
             return SoloGroup(self.rank)
         if self._uses_mpi or len(ranks) <= self._meshed:
-            formed = self._form(ranks)
-            return TorchGroup(formed, ranks, self._pulse, self.device, shared_sum=shared_sum)
+            return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
         # Too many for a full mesh over Gloo.
         host = self._wide_group(ranks)
         if self._backend == "gloo":
@@ -312,13 +312,15 @@ class ProcessWorld:
         self._warn_divided(hosts, apart)
         routes: dict[PlacedChannel, Transport] = {}
         if here:
-            routes |= dict.fromkeys(here, self._shared_transport(here, what))
+            tell = partial(self._exchange_texts, f"sockets of {what}")
+            routes |= dict.fromkeys(here, self._shared_transport(here, tell))
         if apart:
             routes |= dict.fromkeys(apart, self._torch_transport(apart, device))
         return RoutedTransport(routes, self._pulse)
 
-    def _shared_transport(self, channels: Sequence[PlacedChannel], what: str) -> SharedTransport:
-        exchange = partial(self._exchange_texts, f"sockets of {what}")
+    def _shared_transport(
+        self, channels: Sequence[PlacedChannel], exchange: Exchange
+    ) -> SharedTransport:
         limit_s = self._timeout.total_seconds()
         shared = open_shared_transport(channels, self.rank, exchange, limit_s)
         self._shared.add(shared)

@@ -40,8 +40,8 @@ def tensors(rank):
 def test_sums_have_the_bits_of_gloo(processes, tmp_path, size):
     def body(rank):
         _, group = control_group()
-        used, shared_sum = [], group._shared_sum.all_reduce
-        group._shared_sum.all_reduce = lambda tensor: used.append(1) or shared_sum(tensor)
+        used, shared_sum = [], group.shared_sum.all_reduce
+        group.shared_sum.all_reduce = lambda tensor: used.append(1) or shared_sum(tensor)
         equal = []
         for tensor in tensors(rank):
             other = tensor.clone()
