@@ -142,7 +142,7 @@ def test_a_loss_with_parameters_of_its_own_is_refused(name, ranks):
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "chimera", "one_f_one_b", "gpipe"])
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_it_is_refused_under_every_schedule(schedule, recompute):
+def test_loss_with_own_parameters_is_refused_under_every_schedule(schedule, recompute):
     with pytest.raises(Exception, match="loss_fn"):
         run(lambda: (linears(), Margin()), 2, stages=2, schedule=schedule, recompute=recompute)
 
@@ -221,7 +221,7 @@ def test_parameters_of_other_ranks_are_refused_by_name(name):
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_they_are_fine_where_one_rank_has_all(name, caplog):
+def test_foreign_parameters_are_accepted_if_one_rank_has_all_layers(name, caplog):
     make, inputs = FOREIGN[name]
     assert_plain(make, 1, inputs, stages=1)
     assert_plain(make, 2, inputs, stages=1, replicas=2, microbatches=2)
@@ -489,7 +489,7 @@ def test_a_rank_with_nothing_to_train_may_have_an_optimizer(make):
     assert [size for size, _ in optimizers(make, partition=[2, 1])] == [0, 42]
 
 
-def test_it_may_be_saved_and_loaded(tmp_path):
+def test_optimizer_without_parameters_is_saved_and_loaded(tmp_path):
     def body(world):
         layers = [nn.Flatten(), nn.Tanh(), nn.Linear(6, 6).double()]
         pipe = Pipeline(layers, nn.MSELoss(), world=world, stages=2, partition=[2, 1])
@@ -532,7 +532,7 @@ class CoupledAscent(Ascent):
         return super().step(closure)
 
 
-def test_optimizers_that_need_a_closure_are_tried_with_one():
+def test_optimizer_that_needs_a_closure_is_tried_with_one():
     def body(world, kind):
         pipe = Pipeline(linears(), nn.MSELoss(), world=world, stages=2)
         return type(pipe.optimizer(partial(kind, lr=0.1)))
@@ -542,7 +542,7 @@ def test_optimizers_that_need_a_closure_are_tried_with_one():
         run_on_threads(2, lambda world: body(world, CoupledAscent))
 
 
-def test_a_tried_optimizer_calls_no_hook_and_keeps_its_parameters():
+def test_trying_an_optimizer_calls_no_hook_and_changes_no_parameter():
     calls = []
 
     class Hooked(torch.optim.SGD):
@@ -561,7 +561,7 @@ def test_a_tried_optimizer_calls_no_hook_and_keeps_its_parameters():
     assert not calls
 
 
-def test_an_optimizer_of_a_rank_without_parameters_has_none():
+def test_optimizer_of_a_rank_without_parameters_is_empty():
     def body(world):
         layers = [nn.Flatten(), nn.Tanh(), nn.Linear(6, 6).double()]
         pipe = Pipeline(layers, nn.MSELoss(), world=world, stages=2, partition=[2, 1])
@@ -571,7 +571,7 @@ def test_an_optimizer_of_a_rank_without_parameters_has_none():
     assert run_on_threads(2, body) == [[0], [2]]
 
 
-def test_they_are_fine_where_each_rank_has_all():
+def test_coupled_optimizer_is_accepted_if_each_rank_has_all_parameters():
     made = optimizers(lambda pipe: pipe.optimizer(partial(Coupled, lr=0.1)), stages=1, replicas=2)
     assert {type(optimizer) for _, optimizer in made} == {Coupled}
 
@@ -606,7 +606,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_optimizers_that_go_parameter_by_parameter_are_fine(name):
+def test_optimizer_that_updates_each_parameter_alone_is_accepted(name):
     made = optimizers(lambda pipe: pipe.optimizer(KINDS[name]), layers=lambda: [*linears(4)])
     assert [size for size, _ in made] == [84, 84]
 

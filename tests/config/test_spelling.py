@@ -68,7 +68,7 @@ def test_sizes_may_have_units(given, bytes_):
     assert compose_config([f"pipeline.memory_bytes={given}"]).pipeline.memory_bytes == bytes_
 
 
-def test_pipeline_accepts_the_same_names():
+def test_pipeline_accepts_names_in_any_spelling():
     from torch import nn
 
     layers = [nn.Linear(4, 4), nn.Linear(4, 2)]

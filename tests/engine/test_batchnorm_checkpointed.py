@@ -96,7 +96,6 @@ def test_self_differentiating_layer_equals_layer_without_checkpoint(recompute):
 
 
 def test_layer_called_by_the_user_between_steps_counts_a_batch():
-
     def body(world):
         layers = [nn.Linear(4, 4), nn.BatchNorm1d(4)]
         pipe = Pipeline(layers, nn.functional.mse_loss, microbatches=2, world=world)

@@ -116,7 +116,7 @@ def test_replicas_are_weighted_by_their_samples(rows):
     assert_near(run(4, EVERY_STEP, data, 1), run(4, {}, data, 1))
 
 
-def test_tied_parameters_equal_synchronous_training():
+def test_tied_parameters_train_as_with_synchronous_replicas():
     tied = LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.float64)
     tied = tied.tied({"weight": "shared"})
     layers = [tied, *linears(2), tied]
