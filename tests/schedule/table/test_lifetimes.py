@@ -168,7 +168,7 @@ class Room:
             with self.room.going_out(self.leaving[place]):
                 pass
         if op is Op.FETCH:
-            self.room.make_room()
+            self.room.free_offloaded()
             is_here = self.room.take_back(self.leaving.pop(place)) is not None
             assert is_here == (place in self.here)
         if op in (Op.F, Op.FETCH):
