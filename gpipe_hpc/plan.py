@@ -278,7 +278,7 @@ def _lay_out(request: Request, cost_model: CostModel) -> Layout:
         if hopeless is not None:
             return hopeless
         print_line(
-            f"plan: searching an order of {request.microbatches} micro-batches on "
+            f"plan: searching for an order of {request.microbatches} micro-batches on "
             f"{request.stages} ranks (pipeline.schedule=auto), which may take minutes; a smaller "
             f"pipeline.options.trials, such as 0, takes less time"
         )
@@ -348,7 +348,7 @@ def _others(
     def cost_model_of(times: int) -> CostModel:
         if times == 1:
             return cost_model
-        assert cost_model.example is not None, "a plan is made of one"
+        assert cost_model.example is not None, "a plan has an example micro-batch"
         microbatches = config.pipeline.microbatches * times
         pipeline = replace(config.pipeline, microbatches=microbatches)
         num_samples = samples_per_microbatch(replace(config, pipeline=pipeline))
@@ -373,7 +373,7 @@ def _layers_as(cost_model: CostModel) -> str:
 def _cut_by(config: Config, partition: Partition) -> str:
     """Describe how layers were assigned to stages."""
     said = _weighed_by(config, partition)
-    return f"{said}; the fastest found, by simulating cuts" if partition.made_on else said
+    return f"{said}; the fastest cut found in simulation" if partition.made_on else said
 
 
 def _weighed_by(config: Config, partition: Partition) -> str:
@@ -410,12 +410,12 @@ def _heading(config: Config, cost_model: CostModel, layout: Layout, sample: Samp
         one = f"{layout.replicas * ranks} ranks: {layout.replicas} replicas of {one}; one is shown"
         if not layout.portions.are_equal:
             counts = ", ".join(map(str, layout.portions.counts))
-            one += f", that with the most micro-batches (the replicas have {counts})"
+            one += f", the one with most micro-batches (the replicas have {counts})"
     return [
         f"{len(cost_model.layers)} layers, {cost_model.count.parameters:,} parameters",
         one,
         f"micro-batch {dtype}[{shape}] ({bytes_text(sum(cost_model.count.inputs.tensors))}) of "
-        f"data {data} (shapes alone, nothing is read), train.batch_size={train.batch_size}",
+        f"data {data} (shapes only, no data is read), train.batch_size={train.batch_size}",
         f"{train.precision}, recompute {pipeline.recompute}, "
         f"{'offload, ' * pipeline.offload}kernels as on {planned_device(config.train.device).type}",
     ]

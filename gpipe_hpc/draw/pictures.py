@@ -91,7 +91,7 @@ def draw(config: Config, columns: int | None = None, given: Collection[str] = ()
     if config.pipeline.stages == "fit":
         raise refuse(
             "pipeline.stages",
-            "a number, because a drawing has no model for which to find one",
+            "a number, because a drawing has no model to which stages could be fitted",
             "fit",
             "set the number that python -m gpipe_hpc.plan chooses",
         )

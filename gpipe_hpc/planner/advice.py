@@ -284,7 +284,7 @@ def _both_forwards(
     if kept is None and bare is None:
         return 0.0, 0.0
     if kept is None:
-        assert bare is not None, "one of them was seen"
+        assert bare is not None, "kept and bare are not both None"
         return bare / ratio, bare
     return kept, kept * ratio if bare is None else bare
 

@@ -83,7 +83,7 @@ def write_cluster(
     file cannot be written.
     """
     lines = [f"# {line}".rstrip() for line in about.splitlines()]
-    lines.append(f"hosts: {list(cluster.hosts)}  # the number of ranks of each")
+    lines.append(f"hosts: {list(cluster.hosts)}  # number of ranks on each host")
     if names:
         lines.append(f"names: {json.dumps(list(names))}")
     lines += [
@@ -186,14 +186,14 @@ class _ClusterReader:
         if names is None:
             return
         if not isinstance(names, list) or len(names) != num_hosts:
-            self.refuse("names", f"a list of {num_hosts}, one for each host", names)
+            self.refuse("names", f"a list of {num_hosts} name(s), one for each host", names)
 
     def hosts(self, top: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the number of ranks of each host."""
         hosts = top["hosts"]
         if isinstance(hosts, list):
             if "ranks_per_host" in top:
-                self.refuse("ranks_per_host", "none with a list of hosts", top["ranks_per_host"])
+                self.refuse("ranks_per_host", "no value if hosts is a list", top["ranks_per_host"])
             counts = [self.number(ranks, "hosts", least=1) for ranks in hosts]
             self.check_size(sum(counts))
             return tuple(counts)

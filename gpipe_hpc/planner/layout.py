@@ -137,13 +137,13 @@ def _refuse_unequal(request: Request) -> None:
         raise ConfigError(
             f"outer.weights: normalise_over_replicas needs equal weights, because BatchNorm pools "
             f"the micro-batches of all replicas; got {list(request.combining.weights or ())}; set "
-            f"normalise_over_replicas=false, or leave the weights out"
+            f"normalise_over_replicas=false, or remove outer.weights"
         )
     if compares_placements(request):
         raise ConfigError(
             "outer.weights: all replicas need one placement, but schedule 'auto' with placement "
-            "'best' chooses it by the number of micro-batches; set a placement by name, or leave "
-            "the weights out"
+            "'best' chooses it by the number of micro-batches; set a placement by name, or remove "
+            "outer.weights"
         )
 
 
@@ -154,8 +154,8 @@ def _fewer(request: Request, most: Layout, microbatches: int, cost_model: CostMo
         found = _one(asked, cost_model)
     except (ConfigError, ScheduleError) as error:
         raise type(error)(
-            f"outer.weights: the schedule does not work with {microbatches} micro-batch(es), which "
-            f"some replicas get: {error}; use other weights, or more micro-batches"
+            f"outer.weights: some replicas get {microbatches} micro-batch(es), with which the "
+            f"schedule does not work: {error}; use other weights, or more micro-batches"
         ) from error
     for stage in range(most.schedule.num_stages):
         held, holds = (each.schedule.placement.holders(stage) for each in (most, found))
@@ -163,7 +163,7 @@ def _fewer(request: Request, most: Layout, microbatches: int, cost_model: CostMo
             raise ScheduleError(
                 f"outer.weights: schedule {found.schedule.name!r} places stage {stage} on ranks "
                 f"{list(held)} with {most.schedule.num_microbatches} micro-batches, but on "
-                f"{list(holds)} with {microbatches}; use another schedule, or leave the weights out"
+                f"{list(holds)} with {microbatches}; use another schedule, or remove outer.weights"
             )
     return found
 

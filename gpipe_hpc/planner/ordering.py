@@ -252,7 +252,7 @@ def table_of(request: Request, **more: Any) -> Schedule:
 
 def ranks_of(request: Request) -> int:
     """Return the number of ranks of one pipeline."""
-    assert isinstance(request.stages, int), "a layout is for a known number of ranks"
+    assert isinstance(request.stages, int), "the number of stages is resolved before"
     return request.stages
 
 
@@ -297,7 +297,7 @@ def _within(
     model = cost_model.count
     stages = count_stages(model, partition.counts)
     limits = memory_limits(request)
-    assert limits is not None, "asked for within a limit alone"
+    assert limits is not None, "called only with a memory limit"
     sharing = sharing_of(request, partition.counts, placement, cost_model.layers)
     states = (
         rank_states(model, stages, placement, rank, request.kept_states, sharing)
@@ -464,13 +464,13 @@ def _best_placement(request: Request, given: Partition, cost_model: CostModel) -
         # With counted layers the step time is in FLOPs of one rank.
         amount = f"{tried.time:.3f} s"
         if not given.is_measured:
-            amount = f"as long as {flops_text(tried.time)} of one rank"
+            amount = f"as long as {flops_text(tried.time)} on one rank"
         held = "" if tried.held is None else f", {bytes_text(max(tried.held))} on the fullest rank"
         lines.append(f"{head}: a step takes {amount}{held}")
         if best is None or tried.beats(best, limits):
             best = tried
     if best is None:
-        assert refusal is not None, "one stage a rank is among them"
+        assert refusal is not None, "one stage per rank is always tried"
         raise refusal
     return best.order._replace(searched="\n".join(lines))
 

@@ -61,7 +61,7 @@ class Request(Settings):
     @property
     def combining(self) -> Outer:
         """Return how replicas combine their gradients; requires normalised settings."""
-        assert isinstance(self.outer, Outer), f"settings not made yet: {self.outer}"
+        assert isinstance(self.outer, Outer), f"settings are not normalised: {self.outer}"
         return self.outer
 
     @property
@@ -81,7 +81,7 @@ class Request(Settings):
         some ranks. Otherwise, and with too few or too many ranks, the same request is returned.
         Raises ConfigError for settings that do not support partial replicas.
         """
-        assert not isinstance(self.stages, str), "the stages are known by now"
+        assert not isinstance(self.stages, str), "the number of stages is resolved before"
         rows = num_rows(num_ranks, self.stages, self.replicas)
         if rows is None or self.stages is None:
             return self

@@ -91,13 +91,13 @@ def _recut_text(before: object, now: Partition) -> str:
     if before.num_ranks == now.num_ranks:
         return ""
     made_for, ranks = (
-        "as many ranks of each stage" if each.num_ranks is None else f"{each.num_ranks} ranks"
+        "equal numbers of ranks per stage" if each.num_ranks is None else f"{each.num_ranks} ranks"
         for each in (before, now)
     )
     layers, are_now = (", ".join(map(str, each.counts)) for each in (before, now))
     return (
-        f"partition: the cut into {layers} layers was made for {made_for}; for {ranks} the model "
-        f"is cut into {are_now} layers by the same layer costs, without measuring again"
+        f"partition: the cut into {layers} layers was made for {made_for}; the model is now cut "
+        f"into {are_now} layers for {ranks}, with the same layer costs (not measured again)"
     )
 
 
@@ -110,7 +110,7 @@ def _with_measured_paces(request: Request, world: World) -> Request:
         return replace(request, paces=None)
     stages = request.stages if isinstance(request.stages, int) else None
     has_holes = num_rows(world.size, stages, request.replicas) is not None
-    with collective_errors(world, "measuring how fast ranks are"):
+    with collective_errors(world, "measuring the speed of ranks"):
         if request.stages != FIT and not has_holes:
             Mesh.fit(world.size, stages, request.replicas)  # raises if it is impossible
         own = seconds_of_work(world.device, request.precision)

@@ -81,7 +81,7 @@ def test_the_best_placement_can_be_planned():
     best = ("pipeline.schedule=auto", "+pipeline.options.placement=best")
     text = planned("data=synthetic", "pipeline.stages=2", *best, "+pipeline.options.trials=3").text
     assert re.search(
-        r"Placements compared:\nauto: one_each with 1 stage a rank: a step takes .*FLOP of", text
+        r"Placements compared:\nauto: one_each with 1 stage a rank: a step takes .*FLOP on", text
     )
     assert "auto: wave with 2 stages a rank" in text
 
@@ -90,7 +90,7 @@ def test_a_plan_says_what_it_assumes():
     """Two replicas were 4 ranks; it was not said where 4 came from, nor of which data."""
     text = planned("data=synthetic", "pipeline.replicas=2").text
     assert "\n8 ranks: 2 replicas of 4 ranks, 4 stages (pipeline.stages is not set" in text
-    assert "of data SyntheticTokens (shapes alone, nothing is read), train.batch_size=32" in text
+    assert "of data SyntheticTokens (shapes only, no data is read), train.batch_size=32" in text
     named = planned("data=synthetic", "pipeline.stages=2").text
     assert "\n2 ranks, 2 stages\n" in named and "not set" not in named
 
@@ -103,10 +103,10 @@ def test_a_plan_says_what_is_summed_over_replicas():
     said = f"gradients are reduced over 2 replicas: {counts} buckets of at most 1.00 MB or"
     assert said in twice.text
     least, most = sorted(rank.gradient_bytes for rank in twice.forecast.ranks)
-    amount = f"each rank sends {bytes_text(least)} to {bytes_text(most)} a step"
+    amount = f"each rank sends {bytes_text(least)} to {bytes_text(most)} per step"
     assert amount in twice.text, "2 (2 - 1) / 2 of its gradients"
     four = planned(*MLP, "pipeline.replicas=4").text
-    assert f"sends {bytes_text(1.5 * least)} to {bytes_text(1.5 * most)} a step" in four
+    assert f"sends {bytes_text(1.5 * least)} to {bytes_text(1.5 * most)} per step" in four
     packed = planned(*MLP, "pipeline.replicas=2", "outer.compress=powersgd").text
     assert "compressed (outer.compress=powersgd)" in packed and "each rank sends" not in packed
     apart = planned(*MLP, "pipeline.replicas=2", "outer=local_sgd").text
@@ -126,12 +126,12 @@ def test_a_plan_says_how_long_sums_take_over_a_known_link():
     )
     apart = planned(*MLP, *link, "outer=local_sgd", "outer.every=10").text
     assert (
-        f"for an outer step in a ring, while all ranks wait ({total / 1e6:.3g} s at 1.00 MB/s)"
+        f"per outer step in a ring, while all ranks wait ({total / 1e6:.3g} s at 1.00 MB/s)"
         in apart
     )
-    assert f"{bytes_text(total / 10)} for each step ({total / 1e7:.3g} s at 1.00 MB/s)" in apart
+    assert f"{bytes_text(total / 10)} per training step ({total / 1e7:.3g} s at 1.00 MB/s)" in apart
     late = planned(*MLP, *link[:2], "outer=diloco", "outer.behind=3").text
-    assert "for an outer step in a ring, during 3 steps: " in late and " s at " not in late
+    assert "per outer step in a ring, during 3 steps: " in late and " s at " not in late
 
 
 def test_an_outer_step_sends_what_the_plan_says(tmp_path):
@@ -247,7 +247,7 @@ def test_placements_are_compared_with_their_memory():
     best = (*AUTO, "pipeline.microbatches=4", "+pipeline.options.placement=best")
     best = (*best, "+pipeline.options.trials=1", "pipeline.stages=2")
     text = planned(*best, "pipeline.recompute=never").text
-    line = r"auto: (\w+) with \d stages? a rank: .* of one rank, ([\d.]+) MB on the fullest rank"
+    line = r"auto: (\w+) with \d stages? a rank: .* on one rank, ([\d.]+) MB on the fullest rank"
     held = {name: float(amount) for name, amount in re.findall(line, text)}
     assert set(held) == {"one_each", "wave", "looped"}
     for recompute in ("never", "budget"):
@@ -336,7 +336,7 @@ def test_no_order_is_searched_where_one_micro_batch_does_not_fit(capsys):
     enough = max(each.total_bytes for each in named.forecast.ranks)
     roomy = planned(*size, *auto, f"pipeline.memory_bytes={enough}")
     assert roomy.fits and "no order fits" not in roomy.text
-    assert "searching an order of 4 micro-batches on 2 ranks" in capsys.readouterr().err
+    assert "searching for an order of 4 micro-batches on 2 ranks" in capsys.readouterr().err
 
 
 def test_where_no_other_settings_fit_the_nearest_is_named():
@@ -747,6 +747,6 @@ def test_a_simulated_cut_is_planned_and_named():
     even, found = (
         planned(*words, f"pipeline.partition={policy}") for policy in ("time", "simulated")
     )
-    assert "the fastest found, by simulating cuts:" in found.text
+    assert "the fastest cut found in simulation:" in found.text
     assert "the fastest found" not in even.text
     assert found.forecast.timeline.makespan < 0.9 * even.forecast.timeline.makespan

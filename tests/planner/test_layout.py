@@ -384,7 +384,7 @@ def test_the_best_placement_is_found_for_whatever_the_gauge_tells():
         stages=2, microbatches=4, schedule="auto", schedule_options=options, partition="time"
     )
     layout = lay_out(request, Given())
-    assert layout.searched.count("\n") == 2 and "FLOP of one rank" in layout.searched
+    assert layout.searched.count("\n") == 2 and "FLOP on one rank" in layout.searched
     with pytest.raises(ConfigError, match="use partition 'time'"):
         lay_out(replace(request, partition="uniform"), Given())
     with pytest.raises(ConfigError, match="costs are set"):

@@ -141,7 +141,9 @@ def test_paces_are_those_of_the_slowest_replica_and_told_relative_to_rank_0():
     found = cut(asked, Given())
     assert found.rank_paces == (1.0, 2.0, 0.5)
     assert found.counts[2] > found.counts[0] > found.counts[1]
-    with pytest.raises(ConfigError, match="each of the 3 ranks of a pipeline, or each of all 6"):
+    with pytest.raises(
+        ConfigError, match="each of the 3 ranks of a pipeline, or for each of all 6"
+    ):
         cut(replace(asked, paces=[1, 2]), Given())
 
 

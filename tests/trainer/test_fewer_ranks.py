@@ -153,7 +153,7 @@ def test_a_measured_cut_is_made_anew_for_other_ranks_and_not_measured_again(seen
     for ranks, last in ((4, 2), (3, 4), (4, 6)):
         caplog.clear()
         train_here(ranks, *SETTINGS, *layout, *by_time, f"train.stop_at={last}")
-        told = f"for {'3 ranks' if ranks == 3 else 'as many ranks of each stage'} the model is cut"
+        told = f"layers for {'3 ranks' if ranks == 3 else 'equal numbers of ranks per stage'}, with"
         assert (told in caplog.text) == (last > 2)
         manifest = tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "gpipe_hpc.json"
         cuts.append(json.loads(manifest.read_text())["partition"])

@@ -54,7 +54,7 @@ def test_plan_and_draw_show_the_replica_with_the_most():
     """It sets the pace, and the memory that a rank needs."""
     own = ("model=mlp", "data=synthetic_vectors", "pipeline.stages=2", *UNEQUAL)
     text = make_plan(compose_config(own)).text
-    assert "one is shown, that with the most micro-batches (the replicas have 6, 2)" in text
+    assert "one is shown, the one with most micro-batches (the replicas have 6, 2)" in text
     assert "6 micro-batches on 2 ranks" in text
     (timeline,) = simulated(compose_config(own)).timelines
     assert timeline.num_microbatches == 6

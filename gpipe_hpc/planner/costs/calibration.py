@@ -91,7 +91,7 @@ def shape_of(count: ModelCount) -> tuple[tuple[int, int], ...]:
 def write_calibration(path: Path, found: Calibration) -> None:
     """Write a calibration file atomically, replacing an existing one."""
     measured = found.prices.measured
-    assert measured is not None, "what is written was measured"
+    assert measured is not None, "only measured times are written"
     content: dict[str, Any] = {"format": f"{_FORMAT}{_VERSION}"}
     content |= {name: getattr(found, name) for name in _ALWAYS}
     content["model"] = [list(each) for each in found.model]

@@ -251,8 +251,8 @@ def _warn_if_uncertain(
     log.warning(
         "partition: the times of layers %s%s are noisy: after %.0f s of measurement, best times "
         "differ between rounds by more than %.0f %% (up to %.0f %%), because other work keeps "
-        "this machine busy; the cut may not be the best: measure on a quiet machine, or set the "
-        "cut by hand",
+        "this machine busy; the partition may not be the best: measure on an idle machine, or set "
+        "pipeline.partition to a list",
         ", ".join(map(str, indices[:_SHOWN])),
         more,
         spent_s,

@@ -107,7 +107,7 @@ def write_prices(path: str | Path, prices: Prices) -> None:
 
     Raises ConfigError if the file cannot be written.
     """
-    assert prices.measured is not None, "prices that are written were measured"
+    assert prices.measured is not None, "only measured prices are written"
     own = prices.measured
     told = {"format": _FORMAT, "measured": own._asdict(), **prices_content(prices, own.device)}
     path = Path(path)
@@ -193,7 +193,7 @@ def check_prices(
     ConfigError if the overheads must not be used.
     """
     known = prices.measured
-    assert known is not None, "prices that were read were measured"
+    assert known is not None, "prices from a file are measured"
     asked = {"device": device, "precision": precision, "optimizer": optimizer}
     for what, expected in asked.items():
         got = getattr(known, what)

@@ -104,7 +104,7 @@ def in_stage(members: Sequence[StretchLayer], bench: MeasuringOptions) -> StageC
     try:
         *trained_s, bare_s = _usual_passes(chosen, bench)
     except ModelError as error:
-        log.debug("layers are timed alone, not one after the other: %s", error)
+        log.debug("layers are timed separately, not in sequence: %s", error)
         return UNKNOWN
     forward = [PassSeconds(each.own.forward, each.host.forward) for each in chosen]
     backward = [PassSeconds(each.own.backward, each.host.backward) for each in chosen]

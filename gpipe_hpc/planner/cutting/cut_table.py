@@ -97,6 +97,6 @@ def check_conservation(whole: Mapping[str, int], stages: Iterable[Mapping[str, i
 
 def _unlike(expected: str, got: str) -> PartitionError:
     return PartitionError(
-        f"partition: the stages are not the whole model: expected {expected}, got {got}; make "
+        f"partition: the stages do not match the model: expected {expected}, got {got}; make "
         f"every LayerSpec build the same layer each time it is called"
     )

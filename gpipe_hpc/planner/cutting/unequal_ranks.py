@@ -132,7 +132,7 @@ def _best_of_paces(
     `plus` adds the work of a stage to an objective value.
     """
     found = _best_where(prefix, weights, where, limit, plus, NO_CONSTRAINT)
-    assert found is not None, "the limit is that of some cut"
+    assert found is not None, "at least one cut is within the limit"
     return found
 
 

@@ -52,13 +52,13 @@ def given_paces(request: "Request") -> tuple[float, ...] | None:
 
 
 def _ranks_of(request: "Request") -> int:
-    assert isinstance(request.stages, int), "a layout is for a known number of ranks"
+    assert isinstance(request.stages, int), "the number of stages is resolved before"
     return request.stages
 
 
 _REMEDIES: Final = {
     "memory_bytes": "set the bytes of each rank, or one number for all",
-    "paces": "a rank with 2 takes twice as long as one with 1",
+    "paces": "pace 2 means twice the computing time of pace 1",
 }
 
 
@@ -71,7 +71,7 @@ def _of_one_pipeline(
 ) -> tuple[float, ...]:
     values = [float(each) for each in given if _is_positive(each)]
     if len(values) != len(given) or len(values) not in (ranks, ranks * replicas):
-        every = f", or each of all {ranks * replicas} ranks" if replicas > 1 else ""
+        every = f", or for each of all {ranks * replicas} ranks" if replicas > 1 else ""
         raise ConfigError(
             f"pipeline.{name}: expected a number above 0 for each of the {ranks} ranks of a "
             f"pipeline{every}, got {list(given)}; {_REMEDIES[name]}"

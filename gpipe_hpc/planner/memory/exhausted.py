@@ -84,7 +84,7 @@ def _remedies(snapshot: MemorySnapshot, request: Request) -> Iterator[str]:
             yield f"other processes use {bytes_text(others)} of the device: end them"
     yield f"use more micro-batches (pipeline.microbatches above {request.microbatches})"
     if request.recompute not in ("always", "budget"):
-        yield "pipeline.recompute=always, or budget with pipeline.memory_bytes"
+        yield "pipeline.recompute=always, or pipeline.recompute=budget with pipeline.memory_bytes"
     if not request.offload and snapshot.is_accelerator:
         yield "pipeline.offload=true, which moves activations to host memory"
     if request.schedule == "gpipe":

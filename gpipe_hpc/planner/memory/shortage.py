@@ -43,7 +43,7 @@ def shortage(
     if can_cut:
         remedies.append("more micro-batches of fewer samples (pipeline.microbatches)")
     if recompute != "budget":
-        remedies.append("pipeline.recompute=budget (finds what fits, if anything does)")
+        remedies.append("pipeline.recompute=budget (recomputes as little as necessary)")
     if schedule != "auto":
         remedies.append("pipeline.schedule=auto (searches for an order that fits)")
     remedies.append("more stages")
@@ -62,4 +62,7 @@ def _needs(ranks: Sequence[RankForecast], limits: Sequence[float], over: Sequenc
     which = f"ranks {ranges_text(over)} need"
     if len(set(limits)) == 1:
         return f"{which} up to {needed}, pipeline.memory_bytes allows {allowed}"
-    return f"{which} too much: rank {worst} {needed}, pipeline.memory_bytes allows {allowed} there"
+    return (
+        f"{which} too much: rank {worst} needs {needed}, pipeline.memory_bytes allows {allowed} "
+        f"on that rank"
+    )

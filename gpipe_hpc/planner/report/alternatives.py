@@ -154,5 +154,5 @@ _HEAD: Final = ["", "fullest rank", "a step"]
 
 def _time_text(each: Alternative, flops_per_s: float | None) -> str:
     if flops_per_s is None:
-        return f"as long as {flops_text(each.makespan)} of one rank"
+        return f"as long as {flops_text(each.makespan)} on one rank"
     return f"{each.makespan / flops_per_s:.4g} s"

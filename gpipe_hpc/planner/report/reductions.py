@@ -48,7 +48,7 @@ def reductions_text(
         return f"{head}{_compressed(outer)}"
     sent = ring_bytes(model, layout)
     text = (
-        f"{head}; each rank sends {_span(sent)} a step for it in a ring, the minimum"
+        f"{head}; each rank sends {_span(sent)} per step in a ring, the minimum"
         f"{_taking(max(sent), link_bytes_per_s)}"
     )
     if outer.shard == "flat":
@@ -66,9 +66,9 @@ def _outer_step(
     sent = ring_bytes(model, layout, is_wide=True)
     steps = f"during {outer.behind} steps" if outer.behind else "while all ranks wait"
     return (
-        f"; each rank sends {_span(sent)} for an outer step in a ring, {steps}"
+        f"; each rank sends {_span(sent)} per outer step in a ring, {steps}"
         f"{_taking(max(sent), link_bytes_per_s)}: "
-        f"{_span([each / outer.every for each in sent])} for each step"
+        f"{_span([each / outer.every for each in sent])} per training step"
         f"{_taking(max(sent) / outer.every, link_bytes_per_s)}"
     )
 

@@ -87,7 +87,7 @@ class SearchCache:
         key = samples, offloads and self._alone is not None
         if key not in self._gauges:
             if key[1]:
-                assert self._alone is not None, "else it is the same"
+                assert self._alone is not None, "the key contains True only with a separate count"
                 self._gauges[key] = replace(self.cost_model(samples), count=self._alone(samples))
             else:
                 self._gauges[key] = self.machine.priced(self._gauge_of(samples))

@@ -42,12 +42,12 @@ class MinimumRanks(NamedTuple):
         if self.num_ranks == 1:
             return ""
         if self.num_ranks == self.first:
-            return "weights, gradients and optimizer state alone need that many"
+            return "weights, gradients and optimizer state alone need that many ranks"
         if not self.schedules:
-            return "no layout was tried on fewer, as the settings allow none"
+            return "the settings allow no layout on fewer ranks"
         tried = ", ".join(self.schedules)
         return (
-            f"no layout that was tried fits on fewer (tried: {tried}, as much recomputed as fits)"
+            f"no layout tried on fewer ranks fits (tried: {tried}, with all useful recomputation)"
         )
 
 
@@ -61,7 +61,7 @@ def find_minimum_ranks(
     micro-batch sizes. Raises ConfigError if no layout fits.
     """
     limit = most_bytes(space_of(1).base)
-    assert limit is not None, "asked for within a memory"
+    assert limit is not None, "called only with a memory limit"
     first = _first(space_of(1), cache_of(1), limit)
     nearest: MemoryExcess | None = None
     tried: dict[str, None] = {}

@@ -17,9 +17,9 @@ from gpipe_hpc.units import bytes_text, flops_text
 _NOTES: Final = (
     "Simulated, not measured: layers are {layers}, transfers and gradient all-reduces follow the "
     "links, {rest}. Memory is weights, gradients, optimizer, activations and workspace, {process}. "
-    "Off best cut: additional work of the most loaded rank compared with the best cut on such "
-    "ranks (<=: at most; perhaps no cut is better). With other micro-batch sizes, dropout draws "
-    "other random numbers and BatchNorm sees other batches."
+    "Off best cut: additional work of the most loaded rank compared with the best cut for these "
+    "ranks (<=: upper bound; there may be no better cut). With other micro-batch sizes, dropout "
+    "draws other random numbers and BatchNorm sees other batches."
 )
 _HEAD: Final = (
     "",
@@ -115,7 +115,7 @@ def counts_text(ranking: Ranking, num_ways: int) -> str:
         sure = ""
     elif ranking.distance > 0:
         sure = f"; {on}none can be more than {100 * ranking.distance:.1f} % faster than the first"
-    times = f", each with {num_ways} ways to combine copies" if num_ways > 1 else ""
+    times = f", each with {num_ways} ways to combine gradients" if num_ways > 1 else ""
     return f"{ranking.num_layouts:,} layouts{times}: {', '.join(parts)}{sure}"
 
 
@@ -139,11 +139,11 @@ def notes_text(cache: SearchCache, layers: str, prices: str) -> str:
 
     `layers` is the source of layer times, `prices` the setting with the overheads of a step.
     """
-    rest = "and the rest is free: reading data, the optimizer step, kernels that share a device"
+    rest = "and the rest takes no time: reading data, the optimizer step, sharing of a device"
     if cache.machine.prices.measured is not None:
         rest = f"and step overheads are those of {prices}; reading data is free"
     is_known = cache.machine.prices.process_bytes > 0
-    process = f"and the process's memory besides tensors of {prices}"
+    process = f"and the process's memory besides tensors (from {prices})"
     if not is_known:
         process = "without memory that kernels and libraries allocate themselves"
     lines = [_NOTES.format(layers=layers, rest=rest, process=process)]

@@ -53,7 +53,7 @@ def add_communication(graph: Precedence) -> Schedule:
     placed = rendezvous.run()
     if placed is None:
         runs(graph, graph.waits)
-    assert placed is not None, f"schedule {graph.schedule.name!r}: can be executed"
+    assert placed is not None, f"schedule {graph.schedule.name!r}: cannot be executed"
     rows, bounds = zip(*placed, strict=True)
     return replace(graph.schedule, ranks=rows, max_receives=bounds, overlaps=())
 

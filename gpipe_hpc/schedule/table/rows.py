@@ -94,7 +94,7 @@ class Row(Sequence[Action]):
             column.frombytes(data)
         if len(columns[0]) != len(columns[1]) or not set(columns[0]) <= set(range(len(kinds))):
             raise ScheduleError(
-                "row: columns differ in length or contain an index outside the kinds of actions"
+                "row: columns differ in length, or contain an index without a kind of action"
             )
         return cls(kinds, *columns)
 

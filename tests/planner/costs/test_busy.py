@@ -116,7 +116,7 @@ def test_what_stays_uncertain_is_told_when_the_time_is_spent(caplog):
     (record,) = caplog.records
     text = record.getMessage()
     assert text.startswith("partition: the times of layers 0, 1, 2, 3")
-    assert "busy" in text and "set the cut by hand" in text
+    assert "busy" in text and "set pipeline.partition" in text
 
 
 def test_all_layers_are_measured_before_any_is_measured_again(monkeypatch):

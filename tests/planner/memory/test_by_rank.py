@@ -43,7 +43,9 @@ def test_a_list_is_of_one_pipeline_or_of_all_ranks():
     assert memory_limits(replace(asked, memory_bytes=[5, 6])) == (5, 6)
     assert memory_limits(replace(asked, memory_bytes=[5, 6, 7, 4])) == (5, 4)
     for wrong in ([5], [5, 6, 7], [5, 0], [5, float("inf")], [5, True]):
-        with pytest.raises(ConfigError, match="each of the 2 ranks of a pipeline, or each of all"):
+        with pytest.raises(
+            ConfigError, match="each of the 2 ranks of a pipeline, or for each of all"
+        ):
             memory_limits(replace(asked, memory_bytes=wrong))
     assert excess_bytes([3, 9], [4, 5]) == 4 and excess_bytes([3, 9], None) == 0
 

@@ -159,7 +159,7 @@ def test_each_rank_is_held_to_its_own_limit():
     assert lines[0][-2] == "limit"
     assert "memory: rank 0 needs" in step_text(found, schedule, limit)
     both = Assumptions(limits=[first - 1, second - 10])
-    assert "ranks 0-1 need too much: rank 1 " in step_text(found, schedule, both)
+    assert "ranks 0-1 need too much: rank 1 needs " in step_text(found, schedule, both)
     ample = Assumptions(limits=[first, 9 * second])
     assert "every rank fits, with " in step_text(found, schedule, ample)
     assert " to " in step_text(found, schedule, ample).split("every rank fits")[1]

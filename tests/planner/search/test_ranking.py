@@ -494,10 +494,10 @@ def test_what_lacks_where_nothing_fits_is_told_of_the_least():
 
 def test_fewer_ranks_that_were_not_tried_are_not_spoken_of():
     found = MinimumRanks(4, Candidate(1, 4, 4, "gpipe"), 2, None, ("gpipe",))
-    assert "no layout that was tried fits on fewer (tried: gpipe" in found.fewer_text()
-    assert found._replace(first=4).fewer_text().endswith("alone need that many")
+    assert "no layout tried on fewer ranks fits (tried: gpipe" in found.fewer_text()
+    assert found._replace(first=4).fewer_text().endswith("alone need that many ranks")
     assert found._replace(num_ranks=1).fewer_text() == ""
-    assert "no layout was tried" in found._replace(first=1, schedules=()).fewer_text()
+    assert "no layout on fewer ranks" in found._replace(first=1, schedules=()).fewer_text()
 
 
 def test_a_given_number_of_stages_has_holes_whatever_it_is():
