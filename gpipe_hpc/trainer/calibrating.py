@@ -204,8 +204,8 @@ class _TracedSteps:
         if not any(layout.tables.buckets):
             return None, "all-reduce: unknown, as no stage has several replicas"
         if outer.shard != "none" or outer.hierarchy != "none" or outer.compress != "none":
-            how = "outer.shard, hierarchy or compress do not reduce whole gradients"
-            return None, f"all-reduce: unknown, as {how}"
+            how = "outer.shard, outer.hierarchy or outer.compress is set"
+            return None, f"all-reduce: unknown, as {how}, so whole gradients are not reduced"
         sizes = {
             name: GradientSize(*size).num_bytes
             for each in sizes_of_layers(self.known.layers)
@@ -219,7 +219,7 @@ class _TracedSteps:
         taken = [each for step in self.steps for each in sums(step, buckets, num_ranks)]
         close = [message_of(each) for each in taken if not self._is_between(*each.ranks)]
         found = fitted(close)
-        why = "" if found is not None else "all-reduce: unknown, as none was within one host"
+        why = "" if found is not None else "all-reduce: unknown, as none ran within one host"
         return found, why
 
     def notes(
@@ -230,7 +230,7 @@ class _TracedSteps:
     ) -> Iterator[str]:
         """Yield notes about link parameters that could not be measured."""
         if not taken:
-            yield "transfers: unknown, as no rank was waiting when one began"
+            yield "transfers: unknown, as no rank was waiting when a transfer began"
             return
         yield from _fit_notes("transfers within a host", within)
         if len(set(self.hosts)) > 1:
@@ -240,9 +240,9 @@ class _TracedSteps:
 def _fit_notes(what: str, found: FittedLink | None) -> list[str]:
     """Return a note if a link is unknown or fitted to one message size only; else an empty list."""
     if found is None:
-        return [f"{what}: unknown, as none was observed (between hosts: in both directions)"]
+        return [f"{what}: unknown, as none was observed (between hosts: in each direction)"]
     if found.num_sizes == 1:
-        return [f"{what}: of one size only, so all their time is attributed to bandwidth"]
+        return [f"{what}: all of one size, so their whole time is attributed to bandwidth"]
     return []
 
 

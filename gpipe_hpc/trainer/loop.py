@@ -385,7 +385,7 @@ class _Loop:
         with collective_errors(pipe.world, "the step boundary"):
             if self._session.lock is not None:
                 self._session.lock.check()
-        assert trained.result.rank_summary is not None, "every step exchanges these facts"
+        assert trained.result.rank_summary is not None, "every step exchanges rank summaries"
         agreed = agree(trained.result.rank_summary, pipe.world.size)
         edge.leave(trained.result.synced_at_s)
         this = TimedStep(pipe.steps_done, pipe.last_step_marks(), trained.laps, origin_s)
@@ -496,7 +496,7 @@ class _Loop:
             self._warn_of_memory(foreseen)
         baseline = self._session.baseline
         if baseline is not None:
-            log.info("loss of predicting by token frequencies alone: %.4f nats", baseline)
+            log.info("baseline loss, from token frequencies only: %.4f nats", baseline)
 
     def _say_nothing_was_trained(self) -> None:
         """Warn at the end of the run that no step was left to train."""

@@ -128,8 +128,8 @@ def doubts_of_prices(config: Config, device: Device) -> list[str]:
         )
     if not _has_optimizer(known, config):
         doubts.append(
-            f"plan.calibration: the run had another optimizer than {optimizer_kind(config)}, whose "
-            f"step is assumed to take no time"
+            f"plan.calibration: the run did not use optimizer {optimizer_kind(config)}, so the "
+            f"optimizer step is assumed to take no time"
         )
     return doubts
 
@@ -146,7 +146,7 @@ def _has_optimizer(known: Calibration, config: Config) -> bool:
 
 
 def _doubts_of_prices(found: Prices, path: str, config: Config, device: Device) -> list[str]:
-    assert found.measured is not None, "prices that were read were measured"
+    assert found.measured is not None, "prices from a file are measured"
     compares, measured_in = _compares(config, found), found.measured.precision
     doubts = check_prices(
         found,
@@ -166,7 +166,7 @@ def _doubts_of_prices(found: Prices, path: str, config: Config, device: Device) 
 
 def _compares(config: Config, prices: Prices) -> bool:
     """Return whether plan.precisions contains another precision than that of the prices."""
-    assert prices.measured is not None, "prices that were read were measured"
+    assert prices.measured is not None, "prices from a file are measured"
     return bool(set(config.plan.precisions) - {prices.measured.precision})
 
 
@@ -232,12 +232,12 @@ def _matching(
             expected = f"the {num_ranks} of plan.ranks; remove plan.ranks to use those of the file"
         raise ConfigError(
             f"plan.links: {path} describes {cluster.num_ranks} ranks on {len(cluster.hosts)} "
-            f"host(s), expected {expected}, or set the file of these ranks"
+            f"host(s), expected {expected}, or set plan.links to a matching file"
         )
     if num_hosts not in (None, len(cluster.hosts)):
         raise ConfigError(
             f"plan.links: {path} describes {len(cluster.hosts)} host(s), expected the {num_hosts} "
-            f"of plan.hosts; remove plan.hosts, or set the file of these hosts"
+            f"of plan.hosts; remove plan.hosts, or set plan.links to a matching file"
         )
     return cluster
 

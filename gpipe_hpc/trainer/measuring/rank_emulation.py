@@ -35,7 +35,7 @@ def measured_under_load(
             process's threads, without load generators.
     """
     example = counted.example
-    assert example is not None, "a plan has an example"
+    assert example is not None, "a plan has an example micro-batch"
     keep_memory(config)
     counted = replace(counted, example=with_values(example, config))
     if share is None:

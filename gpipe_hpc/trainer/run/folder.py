@@ -151,8 +151,8 @@ class Checkpoints:
                 continue
             if path.is_symlink() or not path.is_dir() or not _could_be_of(name, path):
                 raise ConfigError(
-                    f"config: {path} does not belong to the run in {self._run_folder}, and this "
-                    f"start, after step {first}, will save there; to resume from it set "
+                    f"config: {path} does not belong to the run in {self._run_folder}, which "
+                    f"would save there after step {first}; to resume from it set "
                     f"checkpoint.resume={path}, otherwise move it away"
                 )
             stale.append(path)
@@ -166,8 +166,8 @@ class Checkpoints:
                 continue
             if _step(path.with_name(path.name.removesuffix(PARTIAL_SUFFIX))) >= first:
                 raise ConfigError(
-                    f"config: {path} belongs to another run than {self._run_folder}, and this "
-                    f"start, after step {first}, will save there; move it away"
+                    f"config: {path} belongs to another run than {self._run_folder}, which would "
+                    f"save there after step {first}; move it away"
                 )
 
     def candidates(self, resume: str, is_restart: bool = False) -> list[Path]:

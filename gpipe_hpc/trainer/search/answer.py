@@ -157,7 +157,8 @@ def _others_missing(nearest: MemoryExcess) -> str:
     others = {r: lack for r, lack in enumerate(nearest.lacks) if lack and r != nearest.rank}
     worst = sorted(others, key=lambda rank: -others[rank])
     told = [f"rank {rank} {bytes_text(others[rank])}" for rank in worst[:_MAX_LISTED]]
-    told += [f"and {len(worst) - _MAX_LISTED} more ranks less"] if len(worst) > _MAX_LISTED else []
+    if len(worst) > _MAX_LISTED:
+        told.append(f"and {len(worst) - _MAX_LISTED} more ranks, each less")
     return f"; other ranks lack: {', '.join(told)}" if told else ""
 
 
@@ -183,7 +184,7 @@ def _lacking_text(searches: Sequence[LayoutSearch], ranking: Ranking, num_ranks:
         return f"{lines[0]}\nno sufficient number of ranks was found: {error}"
     do = f"plan.ranks={fewest.num_ranks} {' '.join(fewest.layout.overrides())}"
     if fewest.num_ranks < num_ranks:
-        lines.append(f"fewer ranks of {each} suffice, {fewest.num_ranks} of {num_ranks}: {do}")
+        lines.append(f"{fewest.num_ranks} instead of {num_ranks} ranks of {each} suffice: {do}")
     else:
         lines.append(f"{fewest.num_ranks} ranks of {each} suffice: {do}")
     return "\n".join(lines)

@@ -272,7 +272,7 @@ def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
         how = f"outer.every={outer.every}" if outer.uses_local_sgd else "lr.noise_over=replicas"
         raise refuse(
             "pipeline.replicas",
-            f"a number on the command line with {how}, whose result depends on it",
+            f"a number on the command line, because the result of {how} depends on it",
             None,
             "set it; the other settings are searched",
         )

@@ -30,8 +30,8 @@ def loss_of(config: Config, facts: DataFacts, layers: Sequence[Layer]) -> LossFu
         return bind_loss(config.loss)
     if facts.loss is None:
         raise ConfigError(
-            "config: no default loss for these targets: they are neither one tensor of "
-            "floating-point numbers nor one of integer classes (but booleans, strings or nested); "
+            "config: no default loss for these targets: they are neither a floating-point tensor "
+            "nor a tensor of integer classes (for example booleans, strings, nested tensors); "
             "convert them (with data=arrays data.targets_dtype=int64), or set a loss, for example "
             "loss._target_=my.module.loss_fn"
         )

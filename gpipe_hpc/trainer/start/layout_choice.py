@@ -143,7 +143,7 @@ def _shared_layout(layout: _Layout) -> _Layout:
 
 def _measure_ranks(config: Config, world: World) -> StartedRanks | None:
     """Measure each rank's speed; return speeds and hosts on rank 0, None elsewhere. Collective."""
-    where = "measuring how fast ranks are"
+    where = "measuring the speed of ranks"
     took_s = None
     if config.plan.measures_layers and world.size > 1:
         took_s = run_with_heartbeat(world, where, partial(_layers_s, config, world))

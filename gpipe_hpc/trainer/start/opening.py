@@ -166,7 +166,7 @@ def _restore(adascale: AdaScale, extra: Mapping[str, Any], steps_done: int) -> N
         return
     adascale.progress = float(steps_done)
     log.warning(
-        "the checkpoint is of a run without lr.scaling=adascale: its %d steps count as steps of "
+        "the checkpoint was saved without lr.scaling=adascale: its %d steps count as steps of "
         "the base batch, and the gradient noise is estimated from scratch",
         steps_done,
     )

@@ -114,7 +114,9 @@ class StartState:
             return
         for path in self._checkpoints.set_aside(found):
             log.warning(
-                "starting from step %d: what an earlier run saved was moved to %s", done, path
+                "starting from step %d: a later checkpoint of an earlier start was moved to %s",
+                done,
+                path,
             )
 
     def take_over(
@@ -187,7 +189,7 @@ class StartState:
         if wrong:
             raise CheckpointError(
                 f"checkpoint {found.path}: not written by a run of gpipe_hpc.train: {wrong}; set "
-                "checkpoint.resume to another, or load this one by pipe.load"
+                "checkpoint.resume to another, or load this one with pipe.load"
             )
         return ResumedCheckpoint(found.path, found.facts, found)
 

@@ -216,7 +216,7 @@ def test_where_fewer_ranks_would_do_or_limits_differ_that_is_said():
     whole = "pipeline.normalise_over_replicas=true"
     prime = answer("plan.ranks=7", "pipeline.memory_bytes=1MB", whole)
     assert prime.chosen is None
-    said = r"fewer ranks of 1.00 MB suffice, (\d) of 7: plan.ranks=\1 (.*)"
+    said = r"(\d) instead of 7 ranks of 1.00 MB suffice: plan.ranks=\1 (.*)"
     ((fewer, words),) = re.findall(said, prime.text)
     found = answer(f"plan.ranks={fewer}", "pipeline.memory_bytes=1MB", *words.split())
     assert int(fewer) < 7 and found.chosen is not None
@@ -249,8 +249,8 @@ def test_without_ranks_the_least_number_is_found():
         (["pipeline.memory_bytes=[1MB,2MB]"], "set plan.ranks"),
         (["pipeline.memory_bytes=10kB"], "one layer alone"),
         (["plan.ranks=4", "train.accumulation=2"], "train.accumulation"),
-        (["plan.ranks=4", "outer=diloco"], "outer.every=64, whose result depends"),
-        (["plan.ranks=4", *ADASCALE], "lr.noise_over=replicas, whose result depends"),
+        (["plan.ranks=4", "outer=diloco"], "the result of outer.every=64"),
+        (["plan.ranks=4", *ADASCALE], "the result of lr.noise_over=replicas"),
         (["plan.ranks=4", "pipeline.stages=3", "pipeline.schedule=zb_v"], "use 3 or 6 ranks"),
     ],
 )
