@@ -116,8 +116,8 @@ class ExportFolder:
             return {f"{self.prefix}{index}.{name}": tensor for name, tensor in own.items()}
         if self.prefix != DEFAULT_PREFIX:
             raise ConfigError(
-                f"config: bad export.prefix, expected {DEFAULT_PREFIX!r} for a model of "
-                f"transformers, whose weights keep their own names, got {self.prefix!r}; "
+                f"config: bad export.prefix, expected {DEFAULT_PREFIX!r} for a "
+                f"transformers model, which keeps its own weight names, got {self.prefix!r}; "
                 f"leave it out"
             )
         return layer.exported(own)
@@ -162,9 +162,9 @@ def refuse_parts(num_own: int, num_layers: int) -> None:
     """Raise ModelError if only some layers of a transformers model are exported under its names."""
     if 0 < num_own < num_layers:
         raise ModelError(
-            f"export: transformers would initialize some weights randomly, expected {num_layers} "
-            f"layers made by huggingface_layers, got {num_own} and other layers in place of the "
-            f"rest; unwrap these, or save a checkpoint instead"
+            f"export: expected {num_layers} layers made by huggingface_layers, got {num_own}; "
+            f"transformers would initialize the weights of the other layers randomly; unwrap "
+            f"these, or save a checkpoint instead"
         )
 
 

@@ -84,8 +84,8 @@ def skew_text(attendance: ClockBounds) -> str | None:
         return None
     came, left = attendance
     return (
-        f"clocks: that of {came} is {attendance.skew_s:.1f} s ahead of that of {left}, at most "
-        f"{MOST_SKEW_S:g} s are allowed; synchronize all hosts with one service (chrony, ntpd)"
+        f"clocks: the clock of {came} is {attendance.skew_s:.1f} s ahead of that of {left}, at "
+        f"most {MOST_SKEW_S:g} s are allowed; synchronize all hosts with one service (chrony, ntpd)"
     )
 
 

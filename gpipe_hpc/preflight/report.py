@@ -52,14 +52,14 @@ class PreflightReport:
         parts += [] if self.prices is None else [prices_text(self.prices)]
         lines = [
             *self.cores,
-            f"run folder {self.folder}: every rank can write and sees the files of others",
+            f"run folder {self.folder}: every rank can write and sees the other ranks' files",
         ]
         lines += [self.written] if self.written else []
         lines += [f"not fit: {each}" for each in self.lacking]
         lines += [f"warning: {each}" for each in self.doubts]
         verdict = "all fine" if not self.doubts else f"fit, with {len(self.doubts)} warning(s)"
         if not self.is_fit:
-            verdict = f"not fit for this run, for {len(self.lacking)} reason(s)"
+            verdict = f"not fit for this run: {len(self.lacking)} problem(s)"
         return "\n\n".join([*filter(None, parts), "\n".join([*lines, self._end(verdict)])])
 
     def _end(self, verdict: str) -> str:

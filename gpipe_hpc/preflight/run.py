@@ -156,7 +156,7 @@ def _report(
     paces = _paces([each.work_s for each in received])
     report.doubts += [
         f"slow rank: rank {rank} on {facts[rank].host} takes {pace:.2f} times as long as the "
-        f"fastest for the same work; check what else runs there and how it is cooled, or adapt "
+        f"fastest for the same work; check the host for other processes and poor cooling, or adapt "
         f"the cut with pipeline.paces=measured"
         for rank, pace in paces.items()
         if pace >= _SLOW_PACE
@@ -259,7 +259,7 @@ def _write(
     day, most = time.strftime("%Y-%m-%d %H:%M:%S"), bytes_text(MESSAGE_BYTES)
     about = (
         f"Measured by python -m gpipe_hpc.preflight, {day}, with messages of up to {most}.\n"
-        f"Other pairs of ranks were active; medians, and links that differ much from them."
+        f"Other pairs were active. Values are medians; links that differ much are listed apart."
     )
     path = Path(out).absolute()
     write_cluster(path, cluster, names, about)

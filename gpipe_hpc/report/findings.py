@@ -129,7 +129,7 @@ def _paces_words(record: Record, found: Sequence[SlowPart]) -> str:
 
 def _slow_rank(record: Record, slow: SlowPart, gain_s: float, settings: str) -> Finding:
     rank = next(e for e in record.summary["ranks"] if e["rank"] == slow.ranks[0])
-    more = " If it remains slow, give it less work, which saves less." if settings else ""
+    more = " If it remains slow, give it less work; this saves less time." if settings else ""
     return Finding(
         f"Rank {rank['rank']} on {rank['host']} is slow: {slow.factor:.2f} times its share",
         "All its layers take longer than layers of the same kind elsewhere. The gain is the time "
@@ -214,8 +214,8 @@ def _weights(record: Record, account: Account) -> Iterator[Finding]:
         weights = ",".join(map(str, better["weights"]))
         yield Finding(
             "Replicas differ in speed",
-            "With these weights they would finish at the same time, if each micro-batch takes as "
-            "long as in this run.",
+            "With these weights replicas would finish at the same time, if each micro-batch takes "
+            "as long as in this run.",
             better["gain"] * account.pipeline_s,
             _pasteable(f"outer.weights=[{weights}]"),
         )

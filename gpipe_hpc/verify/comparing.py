@@ -42,7 +42,7 @@ class TensorComparison:
         if not self.count:
             return "none"
         if self.verdict is Verdict.EXACT:
-            return f"equal to the bit ({self.count})"
+            return f"bitwise equal ({self.count})"
         off = f"{self.num_off} of {self.count}, by at most {self.distance:.1e} of their size"
         if self.verdict is Verdict.ROUNDING:
             return f"equal except for rounding ({off})"

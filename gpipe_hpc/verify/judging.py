@@ -139,9 +139,9 @@ class LayoutComparison:
         if line.verdict is Verdict.DIFFERENT:
             self.report.lines[line.what] = line
             self.report.notes.append(
-                "The loss depends on the number of micro-batches: its mean over a micro-batch is "
-                "not one over samples (ignored targets, class weights, a sum, pairs of samples). "
-                "Return (sum, weight)."
+                "The loss depends on the number of micro-batches, because it is not a mean over "
+                "samples (ignored targets, class weights, a sum, pairs of samples). Let the loss "
+                "return (sum, weight)."
             )
 
     def end(
@@ -167,9 +167,8 @@ class LayoutComparison:
             line.add(f"{name} (no rank)", *_as_tensors(None, kept[name]), 0.0)
         if self._order_effect:
             self.report.notes.append(
-                f"The order in which the table sums micro-batches is part of this comparison; the "
-                f"sum from the first to the last differs from it by at most "
-                f"{self._order_effect:.1e} of a gradient's size."
+                f"Both runs sum micro-batches in the order of the table; the order from first to "
+                f"last would change gradients by at most {self._order_effect:.1e} of their size."
             )
         if not self.report.is_same:
             self.report.first = f"first seen in {self.first_line} ({self.first_name})"
@@ -197,7 +196,9 @@ class LayoutComparison:
             uncut = self._plain.evaluate(self._uncut)
         except Exception as error:  # user layers may raise anything
             shown = f"{type(error).__name__}: {error}"
-            self.report.notes.append(f"Batches were compared as they are cut alone: uncut, {shown}")
+            self.report.notes.append(
+                f"Only split batches were compared; the unsplit batch raises {shown}"
+            )
             return
         bound = self._cut_slack * abs(uncut)
         if abs(uncut - loss) <= bound:
@@ -217,8 +218,8 @@ class LayoutComparison:
             for one, other in pairs:
                 bound = self._cut_slack * float(other.abs().max()) if other.numel() else 0.0
                 if one.shape != other.shape or float((one - other).abs().max()) > bound:
-                    return f"It begins in layers.{layer} ({name})."
-        return "Outputs of layers do not."
+                    return f"The first layer that depends on it is layers.{layer} ({name})."
+        return "Outputs of layers do not depend on it."
 
     def _by_layer(self, pieces: Sequence[Piece]) -> list[list[Tensor]]:
         """Return the floating-point outputs of each layer for all samples, concatenated."""

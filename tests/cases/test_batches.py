@@ -497,7 +497,7 @@ def test_verify_names_a_layer_that_makes_the_loss_depend_on_the_cut(mixes, tmp_p
     assert report.is_same, str(report)
     depends = "The loss of an evaluation depends on the number of micro-batches"
     assert (depends in str(report)) == mixes
-    assert ("It begins in layers.1 (Centred)" in str(report)) == mixes
+    assert ("The first layer that depends on it is layers.1 (Centred)" in str(report)) == mixes
 
 
 OWN = """

@@ -280,7 +280,7 @@ def test_verify_finds_a_loss_that_depends_on_the_cut(name, tmp_path, monkeypatch
     report = verify(config)
     depends = name in ("weighed", "summed")
     assert report.is_same == (not depends), str(report)
-    assert ("Return (sum, weight)" in str(report)) == depends
+    assert ("return (sum, weight)" in str(report)) == depends
 
 
 EVENLY = torch.where(torch.arange(8) % 2 == 0, -100, TARGETS)  # one of two in each micro-batch

@@ -68,4 +68,4 @@ def test_clocks_far_apart_are_told_with_both_hosts():
     assert skew_text(attended(100.9)) is None
     told = skew_text(attended(103.0))
     assert told is not None
-    assert "that of rank 4 on b is 3.0 s ahead of that of rank 0 on a" in told
+    assert "the clock of rank 4 on b is 3.0 s ahead of that of rank 0 on a" in told

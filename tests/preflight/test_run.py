@@ -102,7 +102,7 @@ def test_memory_that_lacks_makes_ranks_unfit(tmp_path):
     assert "ranks 0-1 will need" in lacking
     assert not report.is_fit
     assert f"not fit: {lacking}" in str(report)
-    assert "not fit for this run, for 1 reason(s)" in str(report)
+    assert "not fit for this run: 1 problem(s)" in str(report)
 
 
 def test_a_layout_that_is_searched_later_is_no_layout_to_look_at(tmp_path):

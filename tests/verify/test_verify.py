@@ -119,7 +119,7 @@ def test_ranks_may_be_processes(start_ranks):
     layout = ["pipeline.stages=1", "pipeline.replicas=2", "pipeline.microbatches=2"]
     ranks = start_ranks(2, *GPT, *layout, module="gpipe_hpc.verify").wait(90)
     assert ranks.codes == [0, 0], "\n".join(ranks.outputs)
-    assert f"{'gradients':<27}  equal to the bit" in ranks.outputs[0]
+    assert f"{'gradients':<27}  bitwise equal" in ranks.outputs[0]
     assert ranks.outputs[0].rstrip().endswith("the same training")
     assert "same training" not in ranks.outputs[1]
 
