@@ -343,13 +343,13 @@ def _require_compiler(device: Device) -> None:
     if device.is_accelerator:
         if importlib.util.find_spec("triton") is None:
             raise ConfigError(
-                "compile: expected Triton, which makes GPU code, got none; pip install triton, or "
-                "compile=false"
+                "compile: Triton, which generates GPU code, is not installed; pip install triton, "
+                "or compile=false"
             )
         return
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     if not any(shutil.which(name.split()[0]) for name in wanted):
         raise ConfigError(
-            f"compile: expected a C++ compiler, got none of {', '.join(wanted)}; install g++, set "
+            f"compile: no C++ compiler found (searched for {', '.join(wanted)}); install g++, set "
             f"CXX, or compile=false"
         )

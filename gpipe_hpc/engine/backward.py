@@ -161,7 +161,7 @@ def check_asked(start: Any, args: Sequence[Any], keywords: Mapping[str, Any]) ->
             if id(parameter) in asked:
                 raise ModelError(
                     f"split backward: a layer's forward differentiates with respect to a "
-                    f"parameter {tuple(parameter.shape)}, expected that only with respect to "
+                    f"parameter {tuple(parameter.shape)}, which is supported only with respect to "
                     f"inputs; use torch.func.grad there, or a schedule whose backward is B"
                 )
 
@@ -242,10 +242,9 @@ class Deferred:
         """Store the gradient of a call's output for `W`; ModelError if it cannot be deferred."""
         if self.is_in_forward or torch.is_grad_enabled():
             raise ModelError(
-                "split backward: a layer, or the loss, calls backward() on what was computed "
-                "within its forward, or with create_graph, expected neither; use "
-                "torch.autograd.grad, torch.func.grad or torch.func.vjp there, or a schedule whose "
-                "backward is B"
+                "split backward: a layer or the loss calls backward() within its forward, or with "
+                "create_graph=True, which a split backward cannot defer; use torch.autograd.grad, "
+                "torch.func.grad or torch.func.vjp there, or a schedule whose backward is B"
             )
         self._edges.append(edge)
         self._gradients.append(gradient)
@@ -254,9 +253,9 @@ class Deferred:
             if _has_hooks(parameter) and will_engine_execute(edge_of(parameter).node):
                 raise ModelError(
                     f"split backward: a parameter {tuple(parameter.shape)} with a hook is used by "
-                    f"a function that leaves its gradient to W, and by another that does not; "
-                    f"the hook would be called for each part, expected once; use a schedule whose "
-                    f"backward is B, or take the hook off"
+                    f"a function that defers its weight gradient to W and by one that does not, so "
+                    f"the hook would be called for each part of the gradient; use a schedule whose "
+                    f"backward is B, or remove the hook"
                 )
 
     def run(self) -> None:
@@ -454,14 +453,15 @@ class DeferredCall:
             if weight.data_ptr() != held.data_ptr():
                 raise ModelError(
                     f"split backward: the weight {tuple(weight.shape)} of a linear layer was "
-                    f"replaced between its forward and a torch.autograd.grad with "
-                    f"create_graph=True, expected as it was; put it back after that"
+                    f"replaced after its forward and before a torch.autograd.grad with "
+                    f"create_graph=True, which needs the original weight; replace it after that "
+                    f"call"
                 )
             return (gradient.matmul(weight.conj() if weight.is_complex() else weight),)
         if len(self.leaves) > 1:  # one may be a function of another, by a graph that is not here
             raise ModelError(
-                "split backward: a layer differentiates with create_graph=True what a torch "
-                "function made of a parameter and several inputs, expected of one input; use "
-                "torch.func.grad there, or a schedule whose backward is B"
+                "split backward: a layer differentiates, with create_graph=True, the output of a "
+                "torch function of a parameter and several inputs; only functions of one input are "
+                "supported; use torch.func.grad there, or a schedule whose backward is B"
             )
         return differentiate((self.edge,), (gradient,), self.leaves, create_graph=True)

@@ -32,8 +32,8 @@ Threads = dict[int, tuple[str, int]]
 _THREAD_CLOCK: Final = 0b110  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
 _FIRST: Final = 2  # steps in which all generators are compared around each backward
 _REMEDY: Final = (
-    "draw them in the forward and keep them for the backward (ctx.save_for_backward), or make them "
-    "of numbers that the forward was given"
+    "draw them in the forward and save them for the backward (ctx.save_for_backward), or compute "
+    "them from inputs of the forward"
 )
 
 
@@ -131,12 +131,12 @@ class BackwardDraws:
         if not self._is_told:
             self._is_told = True
             log.warning(
-                "%s: %s was drawn from while a backward ran, by a layer, a hook or another thread "
-                "(%s), expected in forwards alone; a layer or hook should %s, a thread should have "
-                "a generator of its own",
+                "%s: a layer, a hook or another thread (%s) has drawn random numbers from %s "
+                "during a backward; only forwards may draw from it. In a layer or hook, %s; give a "
+                "thread a generator of its own",
                 runner.where,
-                drawn,
                 ", ".join(running),
+                drawn,
                 _REMEDY,
             )
 
@@ -148,8 +148,9 @@ class BackwardDraws:
     def _refusal(self, where: str, drawn: str) -> ModelError:
         return ModelError(
             f"{where}: a backward drew random numbers from {drawn} (in an autograd.Function of a "
-            f"layer, or in a hook), expected in forwards alone, where each micro-batch has a key: "
-            f"these depend on the order of the table, and no resumed run repeats them; {_REMEDY}"
+            f"layer, or in a hook). Only forwards are seeded for each micro-batch: numbers drawn "
+            f"in a backward depend on the schedule, and a resumed run does not repeat them; "
+            f"{_REMEDY}"
         )
 
 

@@ -85,8 +85,8 @@ def log_batchnorm(found: Conversion) -> None:
         log.info("BatchNorm over micro-batches: %s", _shortened(found.converted))
     if found.left:
         log.warning(
-            "%s: left as they are, expected nn.BatchNorm1d, 2d or 3d itself, got classes whose "
-            "running statistics take every micro-batch for a batch; use those, or "
+            "%s: running statistics treat each micro-batch as a batch, as only nn.BatchNorm1d, 2d "
+            "and 3d are converted, not subclasses or other classes; use one of these, or "
             "track_running_stats=False",
             _shortened(found.left),
         )

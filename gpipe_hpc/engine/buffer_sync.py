@@ -32,8 +32,8 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 
 _MAX_SHOWN: Final = 12
 _DIFFER: Final = (
-    "differ between the {size} ranks that hold them and have no average (integers "
-    "or bools); those of rank {first} are given to all"
+    "differ between the {size} ranks that hold them and cannot be averaged (integers "
+    "or bools); all ranks get the values of rank {first}"
 )
 
 
@@ -98,7 +98,7 @@ class DivergenceReporter:
 
 POLICIES: Final = ("average", "first", "each")
 _AVERAGED: Final = "are averaged over the {size} ranks that hold them"
-_FIRST: Final = "those of rank {first} are given to all"
+_FIRST: Final = "are copied from rank {first} to all {size} ranks that hold them"
 
 
 class BufferPlace(NamedTuple):
@@ -361,8 +361,8 @@ class BufferSynchronizer:
             kept = {n: self._device.to_host(value).clone() for n, value in there.items()}
             values |= self._group.broadcast_object(kept, self._group.ranks[root])
         what = (
-            "are new, or of other shapes or devices, on some of the {size} ranks that hold them; "
-            "those of rank {first} are given to all"
+            "are new, or have other shapes or devices, on some of the {size} ranks that hold them; "
+            "all ranks get the values of rank {first}"
         )
         for name, each in found.items():
             if name in averaged:
@@ -414,7 +414,9 @@ class BufferSynchronizer:
         try:
             module = self._layers[int(index)].get_submodule(".".join(inner))
         except AttributeError:
-            what = "belong to a module that only some of the {size} ranks have made: left so"
+            what = (
+                "belong to a module that exists on only some of the {size} ranks: not synchronised"
+            )
             self._reporter.say([name], logging.WARNING, what)
             return
         device = next((t.device for t in module.parameters()), value.device)
@@ -440,8 +442,8 @@ class BufferSynchronizer:
 
     def _say_each(self, names: Iterable[str]) -> None:
         what = (
-            "are left as they are on each of the {size} ranks that hold them (buffers=each), where "
-            "they drift apart; a checkpoint keeps those of rank {first}"
+            "are not synchronised between the {size} ranks that hold them (buffers=each), so their "
+            "values diverge; a checkpoint contains those of rank {first}"
         )
         self._reporter.say(names, logging.WARNING, what, 0)
 

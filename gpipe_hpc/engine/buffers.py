@@ -247,10 +247,9 @@ class LayerBuffers:
             self._settle_in(now)
         if changed:
             raise ModelError(
-                f"{self._where}: buffer {self._names(changed)} was changed when the layer was run "
-                f"again, expected the same changes as in its forward, got none there; change it "
-                f"whether gradients are enabled or not, by what buffers and inputs say, or use "
-                f"recompute=never"
+                f"{self._where}: recomputation changed buffer {self._names(changed)}, which the "
+                f"forward had not changed; let the change depend on buffers and inputs only, not "
+                f"on whether gradients are enabled, or use recompute=never"
             )
 
     @property
@@ -400,18 +399,18 @@ class LayerBuffers:
     def _held_twice(self, place: Place) -> ModelError:
         name = self._names({place})
         return ModelError(
-            f"{self._where}: buffer {name} is changed in a forward and is also held by an "
-            f"attribute or a view, expected to be reached by its name alone, as each micro-batch "
-            f"has a copy of its own; use self.{name.rsplit('.', 1)[-1]} itself in every forward"
+            f"{self._where}: buffer {name} is changed in a forward and shares memory with an "
+            f"attribute or a view, which would not see the change, because each micro-batch has "
+            f"its own copy of the buffer; use self.{name.rsplit('.', 1)[-1]} itself in every "
+            f"forward"
         )
 
     def _lost(self, place: Place, tensor: torch.Tensor) -> ModelError:
         return ModelError(
-            f"{self._where}: buffer {self._names({place})} was changed in a forward for the first "
-            f"time after others had left it alone, expected that in the first forward or never, "
-            f"as micro-batches under way need its earlier value and a buffer of {tensor.nbytes} "
-            f"bytes is not copied beforehand (at most {SMALL_BYTES} are); change it in the first "
-            f"forward too, if only by add_(0)"
+            f"{self._where}: a forward changed buffer {self._names({place})}, which earlier "
+            f"forwards had not changed. Other micro-batches still need the old value, but only "
+            f"buffers of at most {SMALL_BYTES} bytes are copied in advance, and this one has "
+            f"{tensor.nbytes}; change it in the first forward too, for example by add_(0)"
         )
 
     def _names(self, places: Iterable[Place]) -> str:

@@ -328,11 +328,11 @@ def _check_local_sgd(noise_over: str | None, *, normalises_together: bool) -> No
     """Raise ConfigError for settings that combine replicas in every step."""
     if normalises_together:
         raise ConfigError(
-            "outer.every: with local SGD, expected normalise_over_replicas=False, got True, "
-            "which synchronises replicas in every micro-batch; disable one of them"
+            "outer.every: local SGD cannot be combined with normalise_over_replicas=True, which "
+            "synchronises replicas in every micro-batch; disable one of them"
         )
     if noise_over:
         raise ConfigError(
-            f"outer.every: with local SGD, expected no noise_over, which compares gradients of "
-            f"replicas in every step, got {noise_over}; disable one of them"
+            f"outer.every: local SGD cannot be combined with noise_over={noise_over}, which "
+            f"compares gradients of replicas in every step; disable one of them"
         )

@@ -343,8 +343,8 @@ def parts_of(parts: str, placements: Sequence[Placement]) -> tuple[int, ...]:
         ]
         if shared:
             raise ConfigError(
-                f"noise_over={REPLICAS}: expected a rank of its own for each copy of a stage, got "
-                f"copies of stage {shared[0]} that share one; use noise_over={MICROBATCHES}"
+                f"noise_over={REPLICAS}: each copy of a stage must be on its own rank, but copies "
+                f"of stage {shared[0]} share one; use noise_over={MICROBATCHES}"
             )
         found = tuple(
             sum(counts[:replica]) + placement.route_of.index(route)
@@ -362,8 +362,8 @@ def parts_of(parts: str, placements: Sequence[Placement]) -> tuple[int, ...]:
             else f"use noise_over={MICROBATCHES}, or more replicas"
         )
         raise ConfigError(
-            f"noise_over={parts}: expected at least two parts of a batch, whose gradients are "
-            f"compared, got one; {remedy}"
+            f"noise_over={parts}: gradients of at least two parts of a batch must be compared, got "
+            f"one part; {remedy}"
         )
     return found
 

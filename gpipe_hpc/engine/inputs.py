@@ -16,7 +16,7 @@ from gpipe_hpc.device.device import Device, Stream
 from gpipe_hpc.errors import DataError, GpipeError, ModelError
 from gpipe_hpc.pytree import Nest, flatten, map_tensors, tensors_of, unflatten
 
-_ASTRAY_BATCH: Final = "leave a batch on the host, or bring it to that device"
+_ASTRAY_BATCH: Final = "leave the batch on the host, or move it to that device"
 
 
 class State(NamedTuple):
@@ -190,18 +190,18 @@ class InputGuard:
             if place in written:
                 raise ModelError(
                     f"{layer}: wrote in place into tensor {place} of the {source}, which "
-                    f"lies in a buffer or a frozen parameter of an earlier layer; a write does not "
-                    f"reach that layer if the model is cut between the two. Use inplace=False "
+                    f"shares memory with a buffer or a frozen parameter of an earlier layer; that "
+                    f"layer would not see the write if it were on another stage. Use inplace=False "
                     f"here, or let the earlier layer return a copy (clone)"
                 )
         for block in shared_blocks(self._tensors):
             for place in written & block.views.keys():
                 others = ", ".join(str(other) for other in block.views if other != place)
                 raise ModelError(
-                    f"{layer}: wrote in place into tensor {place} of the {source}, which "
-                    f"shares memory with tensor {others} of it; the write would reach only one of "
-                    f"them where the model is cut in between. Use inplace=False there, or let the "
-                    f"layer before return tensors of their own (clone)"
+                    f"{layer}: wrote in place into tensor {place} of the {source}, which shares "
+                    f"memory with tensor {others} of it; if the layer before were on another "
+                    f"stage, the write would change only one of them. Use inplace=False here, or "
+                    f"let the layer before return separate tensors (clone)"
                 )
 
     def _written(self) -> set[int]:
@@ -232,7 +232,7 @@ def refuse_astray(
     for tensor in tensors_of(nest):
         if device.is_astray(tensor):
             raise error(
-                f"{where}: expected tensors on {device.torch}, where this rank computes, or on the "
+                f"{where}: expected tensors on {device.torch}, the device of this rank, or on the "
                 f"host, got one of shape {_shape(tensor)} on {tensor.device}; {remedy}"
             )
 

@@ -56,7 +56,7 @@ Around = AbstractContextManager[object]
 _IS_TRAINING: Final = attrgetter("training")
 _EVERY: Final = 4  # runs of a stage after which one layer is inspected again
 NOTHING_AROUND: Final[Around] = nullcontext()
-ASTRAY: Final = "let the layer leave its output where its input was"
+ASTRAY: Final = "return the output on the device of the input"
 
 
 class RunMode(Enum):
@@ -134,9 +134,9 @@ class Layer:
         changed = self.buffers.changes(found)
         if changed:
             self.warn(
-                f"buffer {changed} was changed in a backward, expected in forwards alone, as each "
-                f"micro-batch has a copy of its own; if torch.utils.checkpoint in the layer runs "
-                f"its forward again there, leave that to recompute=always"
+                f"buffer {changed} was changed in a backward; only forwards may change it, because "
+                f"each micro-batch has its own copy. If torch.utils.checkpoint in the layer runs "
+                f"the forward again, use recompute=always instead"
             )
 
     def warn(self, message: str) -> None:
@@ -491,10 +491,9 @@ class LayerRunner:
         for layer in self._members:
             if layer.draws_from.torch:
                 layer.warn(
-                    "draws from torch's default generator, from which something else has drawn "
-                    "amid a step (another thread, or a hook of a backward), expected nothing else, "
-                    "as what the layer draws then depends on timing; give the other one a "
-                    "torch.Generator of its own"
+                    "draws from torch's default generator, from which other code (another thread, "
+                    "or a hook in a backward) also draws during a step, so the random numbers of "
+                    "the layer depend on timing; give the other code a torch.Generator of its own"
                 )
                 return
 
@@ -518,18 +517,17 @@ def _compare(
     for (whose, remedy, counts), one, other in zip(sources, trace.drawn, drawn, strict=True):
         if counts and one is not None and other is not None and one != other:
             raise ModelError(
-                f"{layer.where}: drew other random numbers when it was run again, expected those "
-                f"of its forward, as gradients are those of the second run; another thread draws "
-                f"from {whose} default generator in between: give it one of its own, {remedy}; or "
-                f"the layer draws by what changes from run to run: keep that in a buffer"
+                f"{layer.where}: recomputation drew other random numbers than the forward, so "
+                f"gradients would not match it. If another thread draws from {whose} default "
+                f"generator, give it a generator of its own, {remedy}; if the number of draws "
+                f"depends on state of the layer, keep that state in a buffer"
             )
     if apart > 0:
         record.differs = True
         layer.warn(
-            f"gave another output (by {apart:.1e} of its size) when it was run again on the "
-            f"same input, buffers and random numbers, expected the same, as gradients are "
-            f"those of the second run and later layers had the first; keep in buffers what a "
-            f"forward changes, or use recompute=never"
+            f"recomputation gave a different output (relative difference {apart:.1e}) from the "
+            f"same input, buffers and random numbers, so gradients do not match the forward; "
+            f"keep all state that a forward changes in buffers, or use recompute=never"
         )
 
 

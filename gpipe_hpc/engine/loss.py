@@ -147,10 +147,10 @@ class LossWatch:
             self._take(partial(self._take_in_weight, found.num_means), weight)
         elif is_cut and not is_pair and found.is_sum:
             self._warn(
-                "returns a sum over the samples of a micro-batch, but one number is taken for "
+                "returns a sum over the samples of a micro-batch, but a single number is taken as "
                 "their mean: loss and gradients are divided by the number of micro-batches. Return "
-                "(sum, weight), as (loss, len(target)), or give torch's own loss itself, as "
-                "torch.nn.CrossEntropyLoss(reduction='sum')"
+                "(sum, weight), for example (loss, len(target)), or pass a loss of torch, for "
+                "example torch.nn.CrossEntropyLoss(reduction='sum')"
             )
         elif is_cut and found.counted and weight == num_samples:
             self._take(self._take_in_shares, torch.stack(found.counted) / num_samples)
@@ -168,10 +168,10 @@ class LossWatch:
         is_sum_over_samples = weight > 1 and num_means % weight == 0
         if weight != 1 and not is_sum_over_samples:
             self._warn(
-                f"returns a mean and {weight:.6g} as its second value, but two values are taken "
-                f"for (sum, weight): the loss is the sum of all means divided by the sum of these. "
-                f"Return the mean alone, or (sum, weight), and metrics as a third value: "
-                f"(sum, weight, {{'accuracy': (num_right, num_samples)}})"
+                f"returns a mean and {weight:.6g}, but two values are taken as (sum, weight): the "
+                f"sum of the first values is divided by the sum of the second ones. Return only "
+                f"the mean, or (sum, weight); metrics are the third value: (sum, weight, "
+                f"{{'accuracy': (num_right, num_samples)}})"
             )
 
     def _take_in_shares(self, fetched: AsyncHostTensor) -> None:
@@ -180,10 +180,10 @@ class LossWatch:
         first = self._shares[0]
         if len(first) != len(shares) or not all(map(math.isclose, first, shares)):
             self._warn(
-                "returns a mean over targets that count, of which micro-batches have unequally "
-                "many for each sample (ignored targets or weights of classes): it depends on the "
-                "number of micro-batches. Return (sum, weight), or give torch's own loss itself, "
-                "as torch.nn.CrossEntropyLoss(...)"
+                "returns a mean over targets that count, but their number per sample differs "
+                "between micro-batches (ignored targets or class weights), so the loss depends on "
+                "the number of micro-batches. Return (sum, weight), or pass a loss of torch, for "
+                "example torch.nn.CrossEntropyLoss(...)"
             )
 
     def _warn(self, what: str) -> None:
@@ -231,9 +231,8 @@ def _check_weight(weight: object) -> None:
         )
     if weight.requires_grad:
         raise ModelError(
-            "loss_fn: expected a pair (sum, weight) whose weight does not depend on the model, got "
-            "one that requires a gradient, which would be lost; return the sum of several losses "
-            "as one scalar, or detach() a weight that is meant to be constant"
+            "loss_fn: the weight of a pair (sum, weight) requires a gradient, which would be lost; "
+            "return the sum of several losses as one scalar, or detach() a weight that is constant"
         )
 
 
@@ -249,8 +248,8 @@ def refuse_negative_weight(weight: float) -> None:
     """Raise ModelError for a loss weight below 0."""
     if weight < 0:
         raise ModelError(
-            f"loss_fn: expected a weight of 0 or more over the whole batch, got {weight:.6g}, by "
-            f"which nothing would be trained; return (-sum, -weight)"
+            f"loss_fn: the weight of the whole batch must be 0 or more, got {weight:.6g}; return "
+            f"(-sum, -weight)"
         )
 
 
@@ -266,10 +265,9 @@ def refuse_constant(value: float) -> None:
     """
     if value != 0:
         raise ModelError(
-            f"loss_fn: expected a loss that autograd can follow to the model's output, got "
-            f"{value:.6g} without a graph, so that nothing would be trained; take detach(), "
-            f"item(), torch.tensor(...) or no_grad() out of it (return 0 where the losses that "
-            f"layers add are all there is)"
+            f"loss_fn: the loss {value:.6g} has no graph to the model's output, so nothing would "
+            f"be trained; remove detach(), item(), torch.tensor(...) or no_grad() from loss_fn (if "
+            f"only losses that layers add are to be trained, return 0)"
         )
 
 

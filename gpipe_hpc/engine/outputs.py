@@ -123,9 +123,9 @@ def refuse_subclasses(left: State, where: str) -> None:
             raise ModelError(
                 f"{where}: expected plain tensors for the stages of other ranks, got a "
                 f"{kind.__module__}.{kind.__qualname__} of shape {tuple(tensor.shape)}, which "
-                f"would arrive as a torch.Tensor, without what its class does; let the layer "
-                f"return tensor.as_subclass(torch.Tensor), or put the layers that need the "
-                f"class into one stage"
+                f"would arrive as a torch.Tensor and lose its class; let the layer return "
+                f"tensor.as_subclass(torch.Tensor), or put the layers that need the class into "
+                f"one stage"
             )
 
 
@@ -245,18 +245,17 @@ class RequiresGradTracker:
         """
         if len(left) != len(promised):
             raise ModelError(
-                f"{_last(runner)}: expected {len(promised)} tensors from the recomputation, as "
-                f"in the forward, got {len(left)}; what a layer returns may depend on its input "
-                f"and parameters alone, or use recompute=never"
+                f"{_last(runner)}: the recomputation returned {len(left)} tensors, expected "
+                f"{len(promised)}, as in the forward; let outputs depend on input and parameters "
+                f"only, or use recompute=never"
             )
         found: list[torch.Tensor | None] = []
         for tensor, is_promised in zip(left, promised, strict=True):
             if tensor.requires_grad and not is_promised:
                 raise ModelError(
                     f"{_last(runner)}: an output of shape {tuple(tensor.shape)} requires a "
-                    f"gradient in the recomputation, expected none, as in the forward; whether a "
-                    f"layer detaches may depend on its input and parameters alone, or use "
-                    f"recompute=never"
+                    f"gradient in the recomputation, but did not in the forward; detach it in "
+                    f"both, depending on input and parameters only, or use recompute=never"
                 )
             if is_promised:
                 found.append(tensor if tensor.requires_grad else None)

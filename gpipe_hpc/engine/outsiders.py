@@ -64,11 +64,11 @@ class ForeignParameters:
         if used:
             is_of_loss = _name_in(loss_fn, others[used[0]]) is not None
             raise ModelError(
-                f"{used[0]}: {'loss_fn' if is_of_loss else where} uses it, but another rank trains "
-                f"it ({len(used)} such parameters): here it would keep its first value, and its "
-                f"gradient would be lost; add a penalty in the forward of the layer itself "
-                f"(gpipe_hpc.add_loss), or register a weight that two layers use in both of them, "
-                f"so that it is tied"
+                f"{used[0]}: {'loss_fn' if is_of_loss else where} uses this parameter, but another "
+                f"rank trains it ({len(used)} such parameters): this rank would use its initial "
+                f"value, and its gradient would be lost; add a penalty in the forward of its own "
+                f"layer (gpipe_hpc.add_loss), or register a weight that two layers share in both "
+                f"of them, so that it is tied"
             )
         for leaf in found.values():
             if isinstance(leaf, nn.Parameter):
@@ -97,10 +97,9 @@ class ForeignParameters:
 
 def _of_loss(name: str, tensor: torch.Tensor) -> ModelError:
     return ModelError(
-        f"loss_fn: expected a loss without parameters of its own, got {name} of shape "
-        f"{tuple(tensor.shape)}, which requires a gradient: no layer has it, so it would not be "
-        f"trained, summed over replicas or saved; make it the last layer, or freeze it with "
-        f"requires_grad_(False)"
+        f"loss_fn: {name} of shape {tuple(tensor.shape)} requires a gradient, but belongs to no "
+        f"layer, so it would not be trained, summed over replicas or saved; move it to the last "
+        f"layer, or freeze it with requires_grad_(False)"
     )
 
 

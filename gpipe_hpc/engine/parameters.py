@@ -120,13 +120,12 @@ class StageParameters:
             if id(parameter) not in self._known
         ]
         if new:
-            what = "another one in its place" if new[0] in self._named else "a new one"
+            what = "was replaced" if new[0] in self._named else "was added"
             raise ModelError(
-                f"{new[0]}: expected the parameters that layers had when Pipeline was made, got "
-                f"{what} ({len(new)} in all on this stage), whose gradient would not be cleared, "
-                f"summed over replicas or saved; add it before Pipeline is made (frozen until it "
-                f"is used), copy values into the parameter that is there, or save, make a new "
-                f"Pipeline and load"
+                f"{new[0]}: the parameter {what} after Pipeline was created ({len(new)} in all on "
+                f"this stage), so its gradient would not be cleared, summed over replicas or "
+                f"saved; add it before Pipeline is created (frozen until it is used), copy values "
+                f"into the existing parameter, or save, create a new Pipeline and load"
             )
 
     def begin(self, *, may_arrive: bool = False) -> None:
@@ -178,7 +177,7 @@ class StageParameters:
         self.has_other_memory = any(memory[name] != self._begun[name][1] for name in memory)
         self._is_suspected = not changed <= self._compared
         if self._moves_on is not None:
-            raise _refusal(self._moves_on, "a step", "to other values with each micro-batch")
+            raise _refusal(self._moves_on, "a step", "to other values in each micro-batch")
 
     def _changed(self, named: Mapping[str, nn.Parameter], *, by_value: bool = True) -> set[str]:
         """Return the names of parameters in `named` that were written since `begin`.
@@ -210,9 +209,9 @@ class StageParameters:
         if changed:
             first = next(name for name in self._named if name in changed)
             raise ModelError(
-                f"{where}: parameter {first} was changed when the layers were run again, "
-                f"expected to stay, as each micro-batch changes it once without recomputation; "
-                f"keep in a buffer what a forward changes, or use recompute=never"
+                f"{where}: recomputation changed parameter {first} again, but without "
+                f"recomputation each micro-batch changes it only once; keep values that a "
+                f"forward changes in a buffer, or use recompute=never"
             )
 
     def _writes(self) -> dict[str, tuple[int, int]]:
@@ -249,16 +248,16 @@ def refuse_different(
     if together is not world_group:
         different = world_group.merge_object(different, max)
     if different:
-        raise _refusal(*different[0], "to other values than on other ranks")
+        raise _refusal(*different[0], "to values that differ from those on other ranks")
 
 
 def _refusal(name: str, during: str, how: str) -> ModelError:
     return ModelError(
-        f"{name}: was changed within {during} by a forward (nn.Embedding with max_norm does so) or "
-        f"a hook {how}, expected the same values on all ranks that hold copies of it: these see "
-        f"other micro-batches and would drift apart; change it after optimizer.step() (as rows to "
-        f"be renormalised), keep in a buffer what forwards change, or train one copy (one replica, "
-        f"no mirrored schedule, layers that share it in one stage)"
+        f"{name}: changed within {during} by a forward (nn.Embedding with max_norm does so) or a "
+        f"hook, {how}. Ranks that hold copies of it see other micro-batches, so the copies would "
+        f"diverge; change it after optimizer.step() (for example, renormalise rows there), keep "
+        f"values that forwards change in a buffer, or train one copy (one replica, no mirrored "
+        f"schedule, layers that share it in one stage)"
     )
 
 
@@ -406,10 +405,9 @@ class TrainableParameters:
         if differing:
             number = differing[0]
             raise ModelError(
-                f"{self._names[number]}: expected each parameter to be trained on all ranks that "
-                f"hold it, or on none, got {len(differing)} that some rank trains and another has "
-                f"frozen, as rank {trains[number]} and rank {freezes[number]} this one; set "
-                f"requires_grad alike on all ranks"
+                f"{self._names[number]}: rank {trains[number]} trains this parameter, but it is "
+                f"frozen on rank {freezes[number]} ({len(differing)} such parameters); set the "
+                f"same requires_grad on all ranks that hold it"
             )
         self._agreed, self._by_any = now, frozenset(trains)
 
@@ -434,9 +432,9 @@ def refuse_nothing_trained(num_trained: int) -> None:
     """Raise ModelError, because no parameter got a gradient although the loss is not 0."""
     raise ModelError(
         f"training: none of the {num_trained} parameters that require a gradient got one in this "
-        f"step, so that nothing would be trained: the loss does not depend on them, or layers cut "
-        f"the graph; take no_grad() and detach() out of them, and use torch.utils.checkpoint with "
-        f"use_reentrant=False (or none: the pipeline recomputes by itself)"
+        f"step: the loss does not depend on them, or layers cut the graph; remove no_grad() and "
+        f"detach() from layers, and use torch.utils.checkpoint with use_reentrant=False or not at "
+        f"all, as the pipeline recomputes by itself"
     )
 
 
@@ -444,7 +442,7 @@ def warn_nothing_trained(num_all: int) -> None:
     """Warn that the model has no trained parameter."""
     log.warning(
         "training: none of the %d parameters requires a gradient, so nothing is trained; unfreeze "
-        "some with requires_grad_(True), or use pipe.evaluate if that is meant",
+        "some with requires_grad_(True), or use pipe.evaluate if this is intended",
         num_all,
     )
 
@@ -460,8 +458,8 @@ def warn_cut_off(names: Sequence[str], used: Sequence[bool]) -> None:
     if cut:
         log.warning(
             "training: none of the %d trained parameters of layers %s got a gradient in the first "
-            "step, while later layers did: something cuts the graph (no_grad, detach, a "
-            "reentrant checkpoint); freeze them with requires_grad_(False) if that is meant",
+            "step, but later layers did: the graph is cut (by no_grad, detach or a reentrant "
+            "checkpoint); if this is intended, freeze them with requires_grad_(False)",
             len(cut),
             ", ".join(dict.fromkeys(map(_layer_of, cut))),
         )

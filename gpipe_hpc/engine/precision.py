@@ -99,9 +99,9 @@ class StageCasts:
             return
         if shared and self._known.get(place) is False:
             raise ModelError(
-                f"a layer changed a parameter in its forward in this micro-batch, expected that "
-                f"in the first one or never, as {self._precision} casts weights once for all; "
-                f"change it in every forward or outside of them, or use precision float32"
+                f"a forward changed a parameter in this micro-batch, but not in the first one, and "
+                f"precision {self._precision} casts weights only once for all micro-batches; "
+                f"change it in every forward or in none, or use precision float32"
             )
         self._known[place] = True
         torch.clear_autocast_cache()
@@ -150,8 +150,8 @@ class LossScale:
         self._num_good = 0
         if self.value <= _LEAST:
             raise NonFiniteError(
-                f"loss scale: expected finite gradients at one of {_INITIAL:g} down to {_LEAST:g}, "
-                f"got none that are; lower optimizer.lr, look at the data of this step, or use "
+                f"loss scale: gradients are not finite at any loss scale from {_INITIAL:g} down to "
+                f"{_LEAST:g}; lower optimizer.lr, check the data of this step, or use "
                 f"train.precision=bfloat16"
             )
         self.value /= 2

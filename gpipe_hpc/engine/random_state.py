@@ -402,10 +402,10 @@ class RandomState:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "random numbers: something else than a layer draws from Python's or NumPy's "
-                "default generator amid steps (another thread, or a hook of a backward), expected "
-                "layers alone: what it draws may come to it again, and layers that begin to draw "
-                "later are not looked for without end; give it a generator of its own"
+                "random numbers: code outside of layers (another thread, or a hook in a backward) "
+                "draws from Python's or NumPy's default generator during steps. Its numbers may "
+                "repeat, and layers that begin to draw later may not be detected; give that code "
+                "a generator of its own"
             )
 
 

@@ -81,13 +81,11 @@ class SameData:
             if differing and not self._is_said:
                 self._is_said = True
                 log.warning(
-                    "step %d: expected all ranks of a replica to be given the same samples in the "
-                    "same order, got different %s on ranks that use inputs and on ranks that use "
-                    "targets, so outputs are compared with targets of other samples; shuffle alike "
-                    "on all ranks: DataLoader(..., shuffle=True, generator=torch.Generator()."
-                    "manual_seed(seed)), and take this replica's part by pipe.share, not by a "
-                    "DistributedSampler over all ranks (a rank may pass None for what it does not "
-                    "use: pipe.needs_inputs, pipe.needs_targets)",
+                    "step %d: ranks of one replica got different %s, so outputs are compared with "
+                    "targets of other samples. Use the same order on all ranks: DataLoader(..., "
+                    "shuffle=True, generator=torch.Generator().manual_seed(seed)), and select this "
+                    "replica's part with pipe.share, not with a DistributedSampler over all ranks. "
+                    "A rank without pipe.needs_inputs or pipe.needs_targets may pass None for them",
                     step,
                     differing,
                 )

@@ -343,10 +343,10 @@ class StageLoss:
         if sizes[microbatch] != num_samples:
             known = f" ({sum(run.inputs[1])} inputs against {sum(sizes)})" if run.inputs else ""
             raise DataError(
-                f"targets: expected {num_samples} samples in micro-batch {microbatch}, as its "
-                f"inputs have, got {sizes[microbatch]}{known}; give as many targets as inputs, of "
-                f"the same slice of the batch on every rank (a list of tensors counts as several "
-                f"of all samples: stack them, or mark each of them, [gpipe_hpc.whole(x) for ...])"
+                f"targets: expected {num_samples} samples in micro-batch {microbatch}, as in its "
+                f"inputs, got {sizes[microbatch]}{known}; pass as many targets as inputs, from the "
+                f"same slice of the batch on every rank (a list of tensors is read as several "
+                f"targets for all samples: stack them, or pass [gpipe_hpc.whole(x) for ...])"
             )
         return self._intake.to_device(nests[microbatch])
 

@@ -379,9 +379,9 @@ class StageRunner:
             for tensor, version in zip(each.given.tensors(), each.versions, strict=True):
                 if tensor._version != version:
                     raise ModelError(
-                        f"{self.stage.whole.where}: expected the input of micro-batch {microbatch} "
-                        f"as it was in its forward, got it written to since; let the layer or hook "
-                        f"that keeps it keep a copy (clone)"
+                        f"{self.stage.whole.where}: the input of micro-batch {microbatch} was "
+                        f"modified in place after its forward, expected it unchanged for the "
+                        f"recomputation; store a copy (clone) in the layer or hook that modifies it"
                     )
             is_end = number == len(saved.runs) - 1
             options = ForwardOptions(

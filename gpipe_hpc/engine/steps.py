@@ -485,10 +485,9 @@ class Steps:
             return
         self._has_warned_of_outputs = True
         log.warning(
-            "%s: returns outputs of shape %s for micro-batches of %d samples, whose rows are put "
-            "together as samples. If the second dimension is samples too (x @ x.T), this is not "
-            "the output of the whole batch: predict with microbatches=1. If it is not, other sizes "
-            "of micro-batches give the same",
+            "%s: outputs have shape %s for micro-batches of %d samples and are joined along the "
+            "first dimension. If the second dimension counts samples, too (x @ x.T), the result is "
+            "not that of the whole batch: predict with microbatches=1. Otherwise it is correct",
             where,
             shape,
             shape[0],
@@ -510,9 +509,9 @@ class Steps:
         if self._wiring.peers is None or run.inputs is None or all(run.inputs.sizes):
             return
         raise DataError(
-            f"replica {self._context.replica}: expected samples in every micro-batch, as BatchNorm "
-            f"normalises each over all replicas, got none in micro-batch "
-            f"{run.inputs.sizes.index(0)}; use larger batches, fewer micro-batches, or "
+            f"replica {self._context.replica}: micro-batch {run.inputs.sizes.index(0)} has no "
+            f"samples, but normalise_over_replicas=True needs samples of every replica in each "
+            f"micro-batch; use larger batches, fewer micro-batches, or "
             f"normalise_over_replicas=False"
         )
 

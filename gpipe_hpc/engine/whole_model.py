@@ -84,9 +84,9 @@ class WholeModel:
             return
         self._is_said = True
         log.warning(
-            "model: the module that was given to Pipeline is used as a whole, but its layers %s%s "
-            "are trained on other ranks and have old weights on this one; run the model by "
-            "pipe.predict or pipe.evaluate, save it by pipe.save, and write all its weights by "
+            "model: the module passed to Pipeline is called or saved directly, but its layers %s%s "
+            "are trained on other ranks and are outdated on this one; run the model with "
+            "pipe.predict or pipe.evaluate, save it with pipe.save, and export all weights with "
             "gpipe_hpc.export.export_safetensors(pipe, folder, prefix='')",
             ", ".join(map(str, self._stale[:8])),
             ", ..." if len(self._stale) > 8 else "",

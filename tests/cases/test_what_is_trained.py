@@ -136,7 +136,7 @@ OF_LOSSES = {
 @pytest.mark.parametrize("name", OF_LOSSES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_with_parameters_of_its_own_is_refused(name, ranks):
-    with pytest.raises(Exception, match=r"loss_fn: .*make it the last layer"):
+    with pytest.raises(Exception, match=r"loss_fn: .*move it to the last layer"):
         run(lambda: (linears(), OF_LOSSES[name]()), ranks, stages=ranks)
 
 
@@ -457,7 +457,7 @@ def test_a_hook_of_the_users_on_such_a_weight_is_still_refused():
         layers[0].linear.weight.register_hook(lambda gradient: gradient)
         return layers, nn.MSELoss()
 
-    with pytest.raises(Exception, match="take the hook off"):
+    with pytest.raises(Exception, match="remove the hook"):
         run(make, 1, targets=OUTPUTS, stages=1, schedule="zb_h1")
 
 

@@ -226,7 +226,7 @@ def test_batchnorm_normalises_over_processes(processes, tmp_path):
 
 
 def test_empty_microbatch_raises_error_with_its_number():
-    with pytest.raises(DataError, match=r"replica 1: .* got none in micro-batch 2; use larger"):
+    with pytest.raises(DataError, match=r"replica 1: micro-batch 2 has no samples.* use larger"):
         train(5, 1, 2, microbatches=3, normalise_over_replicas=True)
 
 
@@ -273,7 +273,7 @@ def test_converted_layers_are_known_on_all_ranks_and_logged_once(caplog):
     messages = [r.getMessage() for r in caplog.records if r.name == "gpipe_hpc.pipeline"]
     assert len(messages) == 2
     assert messages[0] == "BatchNorm over micro-batches: layers.0, layers.2.1"
-    assert messages[1].startswith("layers.1 (Own): left as they are")
+    assert messages[1].startswith("layers.1 (Own): running statistics treat each micro-batch")
 
 
 def test_checkpoint_contains_running_statistics(tmp_path):

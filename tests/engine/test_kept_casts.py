@@ -281,7 +281,7 @@ def test_recomputing_a_layer_that_changes_its_weight_raises_error():
         recompute="always",
         precision="bfloat16",
     )
-    with pytest.raises(ActionError, match=r"layers\.0\.weight was changed when .* run again"):
+    with pytest.raises(ActionError, match=r"recomputation changed parameter layers\.0\.weight"):
         pipe.step(x, x)
 
 
@@ -296,7 +296,7 @@ def test_layer_that_starts_to_change_its_weight_raises_error():
         recompute="never",
         precision="bfloat16",
     )
-    with pytest.raises(ActionError, match="changed a parameter in its forward"):
+    with pytest.raises(ActionError, match="a forward changed a parameter in this micro-batch"):
         pipe.step(x, x)
 
 

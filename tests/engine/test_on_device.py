@@ -287,7 +287,7 @@ def test_loss_without_graph_is_checked_when_next_step_begins(value):
         _, found = between(world.device, lambda: pipe.step(*batch(4)))
         assert not [wait for wait in found if "loss.py" in str(wait) or "microbatch" in str(wait)]
         if value:
-            with pytest.raises(ModelError, match=r"got 3 without a graph"):
+            with pytest.raises(ModelError, match=r"the loss 3 has no graph"):
                 pipe.step(*batch(4))
         else:
             pipe.step(*batch(4))

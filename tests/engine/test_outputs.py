@@ -164,7 +164,7 @@ def test_input_modified_before_its_recomputation_is_refused(plain):
         for inputs, targets in batches(2, ROWS, WIDTH):
             pipe.step(inputs, targets)
 
-    with pytest.raises(ActionError, match=r"stage 1 \(layers 1 to 1\): expected the input of mic"):
+    with pytest.raises(ActionError, match=r"stage 1 \(layers 1 to 1\): the input of micro-batch"):
         run_on_threads(3, body)
 
 

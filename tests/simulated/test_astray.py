@@ -42,15 +42,15 @@ def test_a_batch_on_another_device_is_named():
     """Before, it was copied by way of the host without a word, and each step waited for that."""
     text, _ = refused()
     assert (
-        "DataError: batch: expected tensors on cpu:0, where this rank computes, or on the host"
+        "DataError: batch: expected tensors on cpu:0, the device of this rank, or on the host"
         in text
     )
-    assert f"got one of shape (2, {WIDTH}) on cpu:1; leave a batch on the host" in text
+    assert f"got one of shape (2, {WIDTH}) on cpu:1; leave the batch on the host" in text
 
 
 def test_targets_on_another_device_are_named():
     _, text = refused(inputs="cpu", targets=OTHER)
-    assert "DataError: batch: " in text and "on cpu:1; leave a batch on the host" in text
+    assert "DataError: batch: " in text and "on cpu:1; leave the batch on the host" in text
 
 
 def test_an_output_on_another_device_is_named_with_its_stage():
