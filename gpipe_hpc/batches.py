@@ -295,7 +295,7 @@ class _Rule:
                 yield (
                     self._place(leaf),
                     f"a {type(leaf).__name__} of {total} values in a batch of {total} samples; "
-                    f"every micro-batch gets all of it, because it is no list, tuple or tensor. "
+                    f"every micro-batch gets all of it, because it is not a list, tuple or tensor. "
                     f"Pass a list if it has one value for each sample, or gpipe_hpc.whole(...)",
                 )
         for nest in self._ambiguous:
@@ -339,9 +339,9 @@ def _count(batch: Nest, what: str) -> tuple[int, Any]:
     lists = list(_lists(batch))
     if not lists:
         raise DataError(
-            f"{what}: expected a nest with at least one tensor of shape (samples, ...), or lists "
-            f"with a value for each sample in a tuple or dict, got {type(batch).__name__}; put the "
-            f"samples in the first dimension"
+            f"{what}: no samples found, expected at least one tensor of shape (samples, ...), or "
+            f"lists with one value per sample in a tuple or dict, got {type(batch).__name__}; put "
+            f"the samples in the first dimension"
         )
     found = next((each for each in lists if each), lists[0])
     return len(found), found
@@ -519,10 +519,10 @@ def _check_column(column: Sequence[Any], sizes: Mapping[int, int], where: str, n
             )
         if tensor.shape[1:] != rest:
             raise ModelError(
-                f"{where}: output {number} of micro-batch {m} has shape {shape}, that of "
-                f"micro-batch {min(sizes)} {list(column[0].shape)}; they may differ only in the "
-                f"first dimension, along which predict joins them; let the layer pad to one "
-                f"length, or predict with microbatches=1"
+                f"{where}: output {number} has shape {shape} in micro-batch {m}, but "
+                f"{list(column[0].shape)} in micro-batch {min(sizes)}; predict joins outputs along "
+                f"the first dimension, so only this may differ; let the layer pad to one length, "
+                f"or predict with microbatches=1"
             )
 
 

@@ -126,9 +126,9 @@ def _refuse_searching(config: Config) -> None:
     if config.pipeline.is_searched:
         raise refuse(
             "pipeline.layout",
-            "given in commands other than train and plan",
+            "another layout in commands other than train and plan",
             "auto",
-            "let python -m gpipe_hpc.plan plan.search=true find one, and paste its settings",
+            "run python -m gpipe_hpc.plan plan.search=true, and copy the settings that it finds",
         )
 
 
@@ -154,7 +154,7 @@ def _check_portions(config: Config) -> None:
             "pipeline.normalise_over_replicas",
             "false if outer.weights gives replicas unequal numbers of micro-batches",
             together,
-            "a micro-batch would lack a counterpart on other replicas; leave one of the two out",
+            "some micro-batches would have no counterpart on other replicas; set only one of them",
         )
 
 
@@ -168,7 +168,8 @@ def _check_model(config: Config) -> None:
             "choose a model=... of conf/model, or model._target_=my.module.build",
         )
     if config.loss and not isinstance(config.loss.get("_target_"), str):
-        raise refuse("loss", "a _target_", config.loss, "as loss._target_=my.module.loss_fn")
+        remedy = "set loss._target_=my.module.loss_fn"
+        raise refuse("loss", "a _target_", config.loss, remedy)
     _check_sizes(config)
     # Only if model and data both have tokens: a user's own model has names of its own.
     if isinstance(config.data, TokenDataConfig) and type(model.get("vocab_size")) is int:
@@ -256,13 +257,13 @@ def _warnings(config: Config, world_size: int) -> Iterator[str]:
     train = config.train
     if config.pipeline.ranks not in (None, world_size):
         yield (
-            f"config: pipeline.ranks={config.pipeline.ranks} is for commands that start no ranks; "
-            f"the run uses its {world_size} ranks"
+            f"config: pipeline.ranks={config.pipeline.ranks} is only used by commands that start "
+            f"no ranks; this run has {world_size} ranks"
         )
     if config.lr.scaling == "adascale" and not isinstance(config.optimizer, SGDConfig):
         yield (
             "config: lr.scaling=adascale is derived for optimizer=sgd; with another optimizer its "
-            "gain is an estimate"
+            "gain is only an estimate"
         )
     ramp = train.batch_ramp
     if ramp.start is not None and ramp.steps > train.steps:
@@ -278,13 +279,13 @@ def _warnings(config: Config, world_size: int) -> Iterator[str]:
     last = train.steps if train.stop_at is None else min(train.steps, train.stop_at)
     if config.trace.from_step is not None and config.trace.steps and config.trace.from_step > last:
         yield (
-            f"config: trace.from_step={config.trace.from_step} lies after the last step, {last}; "
+            f"config: trace.from_step={config.trace.from_step} is after the last step, {last}; "
             f"no step is traced"
         )
     if train.stop_at is not None and train.stop_at > train.steps:
         yield (
-            f"config: train.stop_at={train.stop_at} lies after train.steps={train.steps} and is "
-            f"ignored"
+            f"config: train.stop_at={train.stop_at} is greater than train.steps={train.steps} and "
+            f"is ignored"
         )
     yield from _outer_warnings(config)
     yield from _empty_microbatches(config)
@@ -316,8 +317,8 @@ def _outer_warnings(config: Config) -> Iterator[str]:
         yield from _idle_outer(config)
     elif every and validates % every:
         yield (
-            f"config: train.validate_every={validates} is no multiple of outer.every={every}; "
-            f"between outer steps a validation is the mean over the replicas' own models"
+            f"config: train.validate_every={validates} is not a multiple of outer.every={every}; "
+            f"between outer steps, validation results are means over the models of all replicas"
         )
 
 
@@ -325,17 +326,14 @@ def _idle_outer(config: Config) -> Iterator[str]:
     """Yield a warning for each outer setting that has no effect with one replica."""
     every = config.outer.every
     if every:
-        yield (
-            f"config: outer.every={every} is for several replicas, and pipeline.replicas is 1; it "
-            f"has no effect"
-        )
+        yield f"config: outer.every={every} has no effect with pipeline.replicas=1"
     plain = Outer()
     for name in ("hierarchy", "order", "compress", "shard"):
         value = getattr(config.outer, name)
         if value != getattr(plain, name):
             yield (
-                f"config: outer.{name}={value} is for several copies of a stage, and "
-                f"pipeline.replicas is 1; without a mirrored schedule it has no effect"
+                f"config: outer.{name}={value} has no effect with pipeline.replicas=1, unless the "
+                f"schedule is mirrored"
             )
 
 

@@ -248,9 +248,8 @@ def _composed_jobs(*, reads_data: bool) -> list[CommandJob]:
         raise wrong[0]
     if not jobs and {"-m", "--multirun"} & set(sys.argv[1:]):
         raise ConfigError(
-            "config: bad hydra/launcher, expected one that composes all jobs of a sweep in this "
-            "process, as Hydra's own does, got one that returned none; leave it out, or start a "
-            "run for each job"
+            "config: hydra/launcher returned no jobs, but must compose all jobs of a sweep in this "
+            "process, like Hydra's basic launcher; leave it out, or start a run for each job"
         )
     return jobs
 
@@ -342,9 +341,9 @@ def _refuse_shared(jobs: Sequence[CommandJob], setting: str | None) -> None:
         if whole in seen:
             raise refuse(
                 setting,
-                f"another for each of the {len(jobs)} jobs of a sweep",
+                f"a different value for each of the {len(jobs)} jobs of a sweep",
                 path,
-                f"make it depend on a setting that differs, as '{setting}=runs/${{optimizer.lr}}'",
+                f"use a setting that differs, for example '{setting}=runs/${{optimizer.lr}}'",
             )
         seen.add(whole)
 

@@ -296,7 +296,7 @@ def _unknown_data_setting(kind: type[DataConfig], name: str) -> ConfigError:
     ]
     remedy = f"{suggestion(f'data.{name}', [f'data.{each}' for each in own])}see --help"
     if others:
-        remedy = f"it belongs to data={', '.join(others)}: choose that"
+        remedy = f"use it with data={' or data='.join(others)}"
     return ConfigError(
         f"config: data.{name} is not a setting of the chosen data, expected one of "
         f"{', '.join(own)}, got data.{name}; {remedy}"

@@ -52,8 +52,8 @@ def all_settings() -> Mapping[str, Setting]:
 # Settings of other trainers, with what to do here instead.
 _ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "tokenizer": "data=text takes bytes as tokens; for another tokenizer write its numbers to "
-        "files and read them with data=tokens data.paths=[FOLDER] (docs/how-to/data.md)"
+        "tokenizer": "data=text uses bytes as tokens; for another tokenizer, write its token ids "
+        "to files and read them with data=tokens data.paths=[FOLDER] (docs/how-to/data.md)"
     }
 )
 
@@ -115,12 +115,12 @@ def _check_name(word: str, override: Override) -> None:
         raise unknown_setting(name)
     if word.startswith("~"):
         raise ConfigError(
-            f"config: {name} cannot be removed, expected a value for every setting, got {word}; "
-            f"leave the word out for the default"
+            f"config: {name} cannot be removed, because every setting has a value, got {word}; "
+            f"leave this out for the default"
         )
     if word.startswith("+") and not word.startswith("++"):
         raise ConfigError(
-            f"config: {name} exists, expected it without +, got {word}; write {name}=VALUE"
+            f"config: {name} exists already and cannot be added, got {word}; write {name}=VALUE"
         )
     if not is_group or name in OPEN_SECTIONS or override.is_sweep_override():
         return
@@ -153,10 +153,10 @@ def unknown_setting(key: str) -> ConfigError:
     if name == "_target_":
         return ConfigError(
             f"config: {section} has no _target_, expected one of {', '.join(own)}, got {key}; only "
-            f"model, data and loss can be functions of your own"
+            f"model, data and loss accept a _target_"
         )
     if name in _ELSEWHERE:
-        return ConfigError(f"config: unknown setting {key}, got {key}; {_ELSEWHERE[name]}")
+        return ConfigError(f"config: unknown setting {key}; {_ELSEWHERE[name]}")
     meant = nearest(name, own)
     found = (
         f"{section}.{meant}"
@@ -200,8 +200,8 @@ def group_error(key: str, value: object) -> ConfigError:
     same = [each for each in all_settings() if each.rpartition(".")[2] == key]
     hint = f"did you mean {same[0]}={value}? " if same else ""
     return ConfigError(
-        f"config: {key} is a group of settings, expected one of {', '.join(inner)}, got "
-        f"{key}={value}; {hint}name the setting in it"
+        f"config: {key} is a group of settings, got {key}={value}; {hint}set one of "
+        f"{', '.join(inner)}"
     )
 
 
@@ -242,8 +242,8 @@ def _of_another_optimizer(setting: str) -> ConfigError:
     if name == setting or not kinds:
         return unknown_setting(setting)
     return ConfigError(
-        f"config: {setting} is not a setting of the chosen optimizer; it belongs to "
-        f"optimizer={', '.join(kinds)}: choose that, or leave it out"
+        f"config: {setting} is not a setting of the chosen optimizer; use it with "
+        f"optimizer={' or optimizer='.join(kinds)}, or leave it out"
     )
 
 

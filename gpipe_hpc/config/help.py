@@ -124,9 +124,9 @@ def help_of(name: str, words: Sequence[str]) -> str:
         "",
         f"example: {command.example}",
         "",
-        "A list is written NAME=[1,2], nothing NAME=null. With -m each combination of values",
+        "Write a list as NAME=[1,2] and no value as NAME=null. With -m each combination of values",
         "(NAME=1,2) runs as a separate job. --help SECTION shows all settings of a section,",
-        "--help all those of all sections:",
+        "--help all shows those of all sections:",
         *textwrap.wrap(", ".join(shown), _WIDTH),
     ]
     for section in wanted or shown:

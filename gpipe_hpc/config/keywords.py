@@ -139,8 +139,8 @@ def _model_and_loss(args: Sequence[Any], given: dict[str, Any]) -> tuple[Layers,
     if len(args) > len(names) or twice or len(found) < len(names):
         got = f"{len(args)} positional argument(s)" + "".join(f", {name} again" for name in twice)
         raise KeywordError(
-            f"Pipeline: expected the layers, the loss, and all else by keyword, got {got}; write "
-            f"Pipeline(layers, loss_fn, stages=2, microbatches=8)"
+            f"Pipeline: expected the layers and the loss, and all other arguments by keyword, got "
+            f"{got}; write Pipeline(layers, loss_fn, stages=2, microbatches=8)"
         )
     _refuse_no_loss(found["loss_fn"])
     return found["layers"], found["loss_fn"]
@@ -155,7 +155,7 @@ def _refuse_no_loss(loss_fn: object) -> None:
         got = f"{type(loss_fn).__name__}; give a function"
     elif not _takes_two(loss_fn):
         taken = signature(_called(loss_fn))
-        got = f"a function of {taken}; make it accept both, and bind others, as with a lambda"
+        got = f"a function of {taken}; accept both, and bind others, for example with a lambda"
     elif (known := torch_loss(loss_fn)) is not None and known.reduction == "none":
         got = "one with reduction='none', which returns many numbers; use 'mean' or 'sum'"
     else:
@@ -194,7 +194,7 @@ def _outer_of(given: Outer | Mapping[str, Any]) -> Outer:
     for name, value in given.items():
         if name not in known:
             raise refusal_of_removed(f"outer.{name}", str(value)) or ConfigError(
-                f"outer: unknown setting {name}, expected some of {', '.join(known)}; "
+                f"outer: unknown setting {name}, expected one of {', '.join(known)}; "
                 f"{suggestion(name, known)}correct it"
             )
     return Outer(**given).checked()
@@ -205,7 +205,7 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
         if name not in known:
             meant = _OF_COMMAND_LINE.get(name)
             near = f"did you mean {meant}? " if meant else suggestion(name, known)
-            some = "one that help(Pipeline) lists" if near else f"some of {', '.join(known)}"
+            some = "one listed by help(Pipeline)" if near else f"one of {', '.join(known)}"
             raise KeywordError(
                 f"Pipeline: unknown keyword {name}, expected {some}, got {name}; {near}correct it"
             )

@@ -8,8 +8,8 @@ from gpipe_hpc.errors import ConfigError
 
 _STUDY: Final = "python -m experiments.outer.collectives measure"
 _IDX_LABELS: Final = (
-    "labels are read from the file that is named as that of the images, with labels for images and "
-    "idx1 for idx3"
+    "the label file has the name of the image file, with 'labels' in place of 'images' and 'idx1' "
+    "in place of 'idx3'"
 )
 
 
@@ -32,13 +32,13 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
         ),
         "comm.ports": Removed(
             None,
-            "Gloo and the watchdog listen on ports of the kernel's range; to bound it, set sysctl "
+            "Gloo and the watchdog listen on ephemeral ports; to limit their range, set sysctl "
             "net.ipv4.ip_local_port_range on each host, and open that range in the firewall",
         ),
         "outer.algorithm": Removed(
             "backend",
-            "gradients are summed by the backend's own all-reduce, or as outer.order=rank and "
-            f"outer.hierarchy say; {_STUDY} compares other algorithms with it",
+            "gradients are summed by the backend's all-reduce, or as set by outer.order=rank and "
+            f"outer.hierarchy; {_STUDY} compares it with other algorithms",
         ),
         "preflight.limit_s": Removed(
             20.0, "comm.reach_s limits how long preflight waits for other ranks, too"
@@ -56,11 +56,11 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
         ),
         "comm.mpi_device_pointers": Removed(
             None,
-            "MPI is asked whether it reads the memory of accelerators; to answer for it, set the "
+            "MPI is queried for support of accelerator memory; to override the result, set the "
             "environment variable MPICH_GPU_SUPPORT_ENABLED to 1 or 0",
         ),
         "trace.review_after": Removed(
-            10, "the partition is compared with measured times after 10 steps, once"
+            10, "the partition is compared with measured times once, after 10 steps"
         ),
         "lr.smoothing": Removed(
             None, "lr.scaling=adascale uses 1 - parts / 1000, the value of its authors"
@@ -70,7 +70,7 @@ REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
             "set the environment variable WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME",
         ),
         "report.format": Removed(
-            "auto", "name the file, as report.out=report.md for Markdown; all others are HTML"
+            "auto", "use report.out=report.md for Markdown; any other name gives HTML"
         ),
         "data.train_labels": Removed("train-labels-idx1-ubyte", _IDX_LABELS),
         "data.validation_labels": Removed("t10k-labels-idx1-ubyte", _IDX_LABELS),

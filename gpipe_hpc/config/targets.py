@@ -81,8 +81,8 @@ def trusted_function(settings: Mapping[str, Any], source: str) -> Callable[..., 
             return target
     raise ConfigError(
         f"export: model._target_ of {source} is not called, expected a function of "
-        f"{' or '.join(_TRUSTED)}, got {path!r}, which could execute any code; if you trust the "
-        f"run's settings, set export.trust=true"
+        f"{' or '.join(_TRUSTED)}, got {path!r}, which could execute arbitrary code; if you trust "
+        f"the settings of the run, set export.trust=true"
     )
 
 
@@ -161,7 +161,7 @@ def _check_types(section: str, target: Callable[..., Any], keywords: Mapping[str
 
 @contextmanager
 def own_call(
-    where: str, kind: type[GpipeError], remedy: str = "correct it, or what it is called with"
+    where: str, kind: type[GpipeError], remedy: str = "correct it, or its arguments"
 ) -> Iterator[None]:
     """Return a context manager that converts an exception of the user's code into a GpipeError.
 

@@ -297,8 +297,8 @@ class BenchConfig:
             remedy = "leave it out"
             if name == "collectives":
                 remedy = (
-                    "algorithms of collectives are timed by python -m "
-                    "experiments.outer.collectives measure, in a checkout of the repository"
+                    "to time collectives, run python -m experiments.outer.collectives measure in a "
+                    "checkout of the repository"
                 )
             if name != "steps":
                 raise refuse("bench.workloads", "[steps]", f"[{name}]", remedy)

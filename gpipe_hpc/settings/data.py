@@ -76,8 +76,8 @@ class DataConfig:
         Raises DataError if there are no training samples.
         """
         raise ConfigError(
-            f"data: {type(self).__name__} cannot be opened, expected a kind of conf/data, got one "
-            f"without samples; choose data=..."
+            f"data: {type(self).__name__} provides no samples; choose a preset of conf/data "
+            f"(data=...)"
         )
 
     def shapes(self, num_samples: int) -> Shapes:
@@ -86,8 +86,8 @@ class DataConfig:
         Raises ConfigError if they are unknown.
         """
         raise ConfigError(
-            f"data: its shapes are unknown, expected one of conf/data, got {type(self).__name__}; "
-            f"plan with synthetic data of the same shapes"
+            f"data: the shapes of {type(self).__name__} are unknown; plan with synthetic data of "
+            f"the same shapes"
         )
 
     def written(self) -> Mapping[str, Any]:

@@ -124,9 +124,9 @@ class PipelineConfig:
         if self.recompute == "budget" and self.memory_bytes is None:
             raise refuse(
                 "pipeline.memory_bytes",
-                "the bytes that a rank may use, for pipeline.recompute=budget",
+                "the bytes that a rank may use, with pipeline.recompute=budget",
                 None,
-                "set it, as pipeline.memory_bytes=16e9, or choose another pipeline.recompute",
+                "set pipeline.memory_bytes=16e9, for example, or choose another pipeline.recompute",
             )
         paces = self.paces
         is_list = isinstance(paces, list) and paces and all(is_time(p) and p for p in paces)
@@ -160,7 +160,7 @@ class PipelineConfig:
         if not counts or len(counts) % num_stages or min(counts) < 0 or not any(counts):
             raise refuse(
                 "pipeline.partition",
-                f"{num_stages} (or, with several stages per rank, a multiple) counts of at least 0",
+                f"{num_stages} counts of at least 0, or a multiple with several stages per rank",
                 counts,
                 "give each stage a count, or set pipeline.partition=time",
             )
@@ -297,8 +297,8 @@ class Outer:
         ]
         if len(chosen) > 1:
             raise ConfigError(
-                f"config: {' and '.join(chosen)} cannot be combined, expected one way to sum; "
-                f"leave all except one out"
+                f"config: {' and '.join(chosen)} cannot be combined, because each of them changes "
+                f"how gradients are summed; set only one"
             )
         self._check_shard(chosen)
         if self.uses_local_sgd:
@@ -321,7 +321,7 @@ class Outer:
         if self.shard == "flat" and chosen and self.order != "rank":
             raise ConfigError(
                 f"config: outer.shard=flat gives each replica a part of the sum and cannot be "
-                f"combined with {chosen[0]}; leave one of the two out, or use outer.shard=oss"
+                f"combined with {chosen[0]}; set only one of them, or use outer.shard=oss"
             )
         if self.shard != "none" and self.uses_local_sgd:
             raise refuse(
@@ -338,7 +338,7 @@ class Outer:
         if self.parts > self.every:
             raise refuse(
                 "outer.parts",
-                f"1 to outer.every={self.every}, since each part has a step of its own",
+                f"1 to outer.every={self.every}, since each part is averaged in its own step",
                 self.parts,
                 "correct outer.parts or outer.every",
             )
@@ -385,12 +385,12 @@ class Outer:
     def unused(self) -> list[str]:
         """Return a message for each setting that was given and has no effect."""
         found = [
-            f"outer.{name} is for outer.compress={compress}, which is {self.compress}"
+            f"outer.{name} is only used with outer.compress={compress}, got {self.compress}"
             for name, compress in _OF_COMPRESSOR
             if self._is_set(name) and self.compress != compress
         ]
         if self._is_set("mix") and not self.behind:
-            found.append("outer.mix is for averages that arrive later, and outer.behind is 0")
+            found.append("outer.mix is only used with outer.behind above 0, got 0")
         return found
 
     def _is_set(self, name: str) -> bool:
@@ -438,9 +438,10 @@ class MicrobatchSplit:
             below = microbatches // step * step
             near = " or ".join(str(number) for number in (below, below + step) if number)
             raise ConfigError(
-                f"outer.weights: expected replicas x micro-batches that {list(weights)} divide, "
-                f"multiples of {whole}, got {replicas} x {microbatches} = {total}; use {near} "
-                f"micro-batches (pipeline.microbatches x train.accumulation), or other weights"
+                f"outer.weights: replicas x micro-batches must be a multiple of {whole} to be "
+                f"divided in proportion to {list(weights)}, got {replicas} x {microbatches} = "
+                f"{total}; use {near} micro-batches (pipeline.microbatches x train.accumulation), "
+                f"or other weights"
             )
         return cls.of_counts(total // whole * part for part in parts)
 

@@ -61,8 +61,8 @@ class BatchRampConfig:
                 f"the number of steps over which the batch grows from {self.start} to "
                 f"{batch_size} samples",
                 self.steps,
-                "set it, as train.batch_ramp.steps=1000, or train.batch_ramp.start=null for no "
-                "ramp",
+                "set train.batch_ramp.steps=1000, for example, or train.batch_ramp.start=null for "
+                "no ramp",
             )
 
 

@@ -92,11 +92,11 @@ def test_valid_settings_pass_without_warnings(overrides, world_size):
         (["lr.warmup_steps=500", "train.steps=100"], "lr.warmup_steps=500 is longer"),
         (["train.stop_at=400"], "train.stop_at=400 lies after"),
         (["train.batch_size=7"], "some micro-batches stay empty"),
-        (["trace.from_step=400"], "trace.from_step=400 lies after the last step, 300"),
+        (["trace.from_step=400"], "trace.from_step=400 is after the last step, 300"),
         (["trace.from_step=9", "train.stop_at=8"], "no step is traced"),
         (
             ["pipeline.ranks=8"],
-            "pipeline.ranks=8 is for commands that start no ranks; the run uses its 2 ranks",
+            "pipeline.ranks=8 is only used by commands that start no ranks; this run has 2 ranks",
         ),
     ],
 )

@@ -268,7 +268,7 @@ def test_rank_ordered_sums_are_bitwise_equal_for_any_bucket_size(plain, schedule
         ({"hierarchy": "rack"}, r"outer\.hierarchy, expected none, host or a number of replicas"),
         ({"hierarchy": 0}, r"outer\.hierarchy, expected none, host or a number"),
         ({"hierarchy": 3}, r"outer\.hierarchy, expected a divisor of the 2 copies.*1, 2, or host"),
-        ({"order": "rank", "hierarchy": 2}, "and .* cannot be combined, expected one way to sum"),
+        ({"order": "rank", "hierarchy": 2}, "and .* cannot be combined.* set only one"),
     ],
 )
 def test_invalid_outer_setting_is_rejected_on_every_rank(plain, outer, message):
@@ -329,7 +329,7 @@ def test_parameter_frozen_on_one_replica_raises_on_all(plain):
         (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
         frozen = "layers.1.bias" if world.rank else "layers.0.bias"
         dict(pipe.named_parameters())[frozen].requires_grad_(False)
-        with pytest.raises(ModelError, match=r"layers\.0\.bias: rank 0 trains .* frozen on rank"):
+        with pytest.raises(ModelError, match=r"layers\.0\.bias: rank \d trains .* frozen on rank"):
             pipe.step(inputs[part], targets[part])
 
     run_on_threads(2, body)

@@ -47,7 +47,7 @@ LOCAL_SGD = {"local_sgd", "diloco", "streaming", "late"}
 STRATEGIES = {"hierarchy", "host", "order"} | COMPRESS
 NOISE = {"noise_of_microbatches", "noise_of_replicas"}
 REFUSED = [
-    (STRATEGIES, STRATEGIES, "cannot be combined, expected one way to sum"),
+    (STRATEGIES, STRATEGIES, "cannot be combined, because each of them changes how"),
     (
         {"flat"},
         STRATEGIES - {"order"},

@@ -274,7 +274,9 @@ class WithGraph(nn.Linear):
 
 
 def test_buffer_changed_only_by_recomputation_raises_error():
-    with pytest.raises(ActionError, match=r"layers\.0 \(WithGraph\): recomputation changed buffer average"):
+    with pytest.raises(
+        ActionError, match=r"layers\.0 \(WithGraph\): recomputation changed buffer average"
+    ):
         train([WithGraph()], recompute="always")
 
 

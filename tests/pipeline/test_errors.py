@@ -289,7 +289,7 @@ def test_loss_callable_with_two_arguments_is_accepted(loss_fn):
 @pytest.mark.parametrize(
     ("args", "given", "words"),
     [
-        ((), {}, r"all else by keyword, got 0 positional"),
+        ((), {}, r"all other arguments by keyword, got 0 positional"),
         ((linears(2),), {}, r"got 1 positional.*; write Pipeline\(layers, loss_fn"),
         ((linears(2), mean_square, 4), {}, r"got 3 positional"),
         ((linears(2), mean_square), {"loss_fn": mean_square}, r"loss_fn again"),

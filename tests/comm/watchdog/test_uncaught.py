@@ -142,7 +142,7 @@ def test_the_others_say_one_line(failed, kind, words):
     [
         ("setting", "bad buffers, expected one of average, first, each, got 'mean'"),
         ("scripts", "the same microbatches on every rank, got 2 on rank 0 and 3 on rank 1"),
-        ("keyword", "Pipeline: unknown keyword schedul, expected one that"),
+        ("keyword", "Pipeline: unknown keyword schedul, expected one listed"),
         pytest.param("waiting", "timeout_s: ", marks=pytest.mark.slow),
         pytest.param("reach", "reach_s: ", marks=pytest.mark.slow),
         pytest.param("replicas", "3", marks=pytest.mark.slow),
