@@ -90,7 +90,7 @@ def test_valid_settings_pass_without_warnings(overrides, world_size):
     ("overrides", "words"),
     [
         (["lr.warmup_steps=500", "train.steps=100"], "lr.warmup_steps=500 is longer"),
-        (["train.stop_at=400"], "train.stop_at=400 lies after"),
+        (["train.stop_at=400"], "train.stop_at=400 is greater than"),
         (["train.batch_size=7"], "some micro-batches stay empty"),
         (["trace.from_step=400"], "trace.from_step=400 is after the last step, 300"),
         (["trace.from_step=9", "train.stop_at=8"], "no step is traced"),
