@@ -19,7 +19,7 @@ CASES = {
     "pipeline.offload=perhaps": r"bad pipeline\.offload: Value 'perhaps' is not a valid bool",
     "lr=3e-4": r"lr is a group of settings.*did you mean optimizer\.lr=3e-4\?",
     "train=5": r"train is a group of settings, got train=5; .*set one of train\.steps",
-    "optimizer.momentum=1": r"optimizer\.momentum is not a setting of.*optimizer=sgd or optimizer=rms",
+    "optimizer.momentum=1": r"optimizer\.momentum is not a setting .*=sgd or optimizer=rms",
     "outer.algorithm=ring": r"outer\.algorithm was removed, .*got outer\.algorithm=ring",
     "data.tokenizer=gpt2": r"unknown setting data\.tokenizer; data=text uses",
     "preflight.limit_s=3": r"preflight\.limit_s was removed.*leave it out: comm\.reach_s",
