@@ -93,7 +93,7 @@ def _stop(fault: Fault, live: ActiveRun) -> InjectedFault:
     since_s = time.time()
     live.ranks[fault.victim].process.signal(signal.SIGSTOP)
     names = _named(fault, live, "stopped")
-    return InjectedFault(since_s, names, _code(fault, _KILLED), remedy="continue it sooner")
+    return InjectedFault(since_s, names, _code(fault, _KILLED), remedy="resume it sooner")
 
 
 def _exception(fault: Fault, live: ActiveRun) -> InjectedFault:

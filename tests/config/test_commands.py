@@ -278,7 +278,7 @@ def test_exit_code_is_2_for_invalid_settings_and_1_for_other_errors():
 
 def test_peer_error_has_the_exit_code_of_the_failed_rank():
     """Regression: one rank exited with 2 and all others with 1, which a script took for a crash."""
-    message = "rank 1 on vm: train.device: expected one for each rank, got cuda:0 for both"
+    message = "rank 1 on vm: train.device: ranks 0 and 1 use the same device, cuda:0"
     assert exit_code_of(PeerError(message, is_mistake=True)) == 2
     assert exit_code_of(PeerError(message)) == 1
 

@@ -32,9 +32,9 @@ def test_ranks_with_different_secrets_all_refuse_to_start(processes, tmp_path, m
         return str(caught.value)
 
     zero, one, two = processes(3, body, tmp_path)
-    assert "from GPIPE_HPC_SECRET, rank 1 another or none;" in zero
-    assert ", rank 1 another or none;" in two
-    assert ", ranks 0, 2 another or none;" in one
+    assert "from GPIPE_HPC_SECRET, rank 1 a different one or none;" in zero
+    assert ", rank 1 a different one or none;" in two
+    assert ", ranks 0, 2 a different one or none;" in one
 
 
 def test_ranks_with_same_secret_derive_same_key_for_each_world(processes, tmp_path, monkeypatch):

@@ -45,9 +45,9 @@ class Agreement:
         greet([(behind, _encode(what))], [(before, told)])
         if not torch.equal(told, _encode(what)):
             raise ConfigError(
-                f"collective: expected the same one on every rank, got {what} on rank "
-                f"{self._ranks[i]} and {_decode(told)} on rank {self._ranks[before]}; start all "
-                f"ranks with the same configuration and tensors of the same size"
+                f"collective: ranks call different collectives: {what} on rank {self._ranks[i]} "
+                f"and {_decode(told)} on rank {self._ranks[before]}; start all ranks with the same "
+                f"configuration and tensors of the same size"
             )
         if len(self._known) >= _MAX_KNOWN:  # happens at the same call on every rank
             self._known.clear()

@@ -283,7 +283,7 @@ class SparseGroup:
         return self._start_job(job, whole, what)
 
     def _start_job(self, job: Job, tensor: torch.Tensor, what: str) -> CollectiveHandle:
-        return self._carrier.start_job(job, tensor, f"{what}, by way of others")
+        return self._carrier.start_job(job, tensor, f"{what}, relayed by other ranks")
 
     def _swap_now(self, sends: Parts, receives: Parts) -> None:
         self._swap(TrafficKind.CALLER, sends, receives, self._listener)

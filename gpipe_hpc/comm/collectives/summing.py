@@ -58,7 +58,7 @@ class BackendReductions:
         if dtype is not torch.float32 and self.goes(torch.float32):
             if self._ranks[0] == dist.get_rank():
                 log.warning(
-                    "%s: %s does not sum %s (%s); %s sum it through host memory, which blocks",
+                    "%s: %s cannot sum %s (%s); %s use a blocking sum in host memory instead",
                     *(self._device.type, self._device.backend, dtype),
                     *(refusal or "reported by another rank", rank_names(self._ranks)),
                 )

@@ -62,7 +62,7 @@ def authenticate_peers(
     if heard.strangers - {rank}:
         return (
             f"launch: the ranks do not share a secret: rank {rank} has one from {secret.source}, "
-            f"{rank_names(sorted(heard.strangers - {rank}))} another or none; set "
-            f"{SECRET_VARIABLE} to the same value on all ranks"
+            f"{rank_names(sorted(heard.strangers - {rank}))} a different one or none; "
+            f"set {SECRET_VARIABLE} to the same value on all ranks"
         )
     return unequal_sources(heard.runs)

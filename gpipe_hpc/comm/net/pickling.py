@@ -129,14 +129,14 @@ def _send(sender: "_Sender", value: object, what: str) -> None:
         sender.dump(value)
     except _Refused as refused:
         raise DataError(
-            f"{what}: expected tensors and plain values (numbers, texts, tuples, lists, dicts, "
-            f"named tuples, dataclasses), got {refused}, which other ranks do not unpickle; send "
-            f"its parts, or on every rank gpipe_hpc.register_boundary_type(its class)"
+            f"{what}: cannot send {refused}; only plain tensors and values (numbers, strings, "
+            f"tuples, lists, dicts, named tuples, dataclasses) are allowed: send its parts, or "
+            f"pass its class to gpipe_hpc.register_boundary_type on every rank"
         ) from None
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{what}: expected values that can be pickled, got {_name(type(value))}: {error}; "
-            f"send its parts"
+            f"{what}: a value of class {_name(type(value))} cannot be pickled: {error}; send its "
+            f"parts"
         ) from error
 
 
@@ -149,13 +149,13 @@ def loads(data: bytes | memoryview, what: str) -> Any:
         return _Receiver(io.BytesIO(data)).load()
     except _Refused as refused:
         raise DataError(
-            f"{what}: expected tensors, plain values and classes that are registered on this "
-            f"rank, got {refused}; call gpipe_hpc.register_boundary_type for it on every rank; "
-            f"if it is not from this job, another program sends to this port"
+            f"{what}: received {refused}, which this rank does not accept; call "
+            f"gpipe_hpc.register_boundary_type for its class on every rank; if this job does not "
+            f"use it, another program sends to this port"
         ) from None
     except Exception as error:  # a forged message may raise anything
         raise DataError(
-            f"{what}: cannot decode a message of another rank ({type(error).__name__}: {error}); "
+            f"{what}: cannot decode a message from another rank ({type(error).__name__}: {error}); "
             "another program sends to this port, or the ranks run different versions"
         ) from error
 

@@ -85,8 +85,8 @@ class Secret:
         proof, value = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]
         if not self.proves(proof, label, value):
             raise ProofError(
-                f"{label}: the value is not proved by the job's secret (from {self.source}); the "
-                "sender has another secret, or belongs to another job"
+                f"{label}: the value is not authenticated by the job's secret (from "
+                f"{self.source}); the sender has a different secret, or belongs to another job"
             )
         return value
 
@@ -143,7 +143,7 @@ def _read_private(path: Path) -> bytes:
     finally:
         os.close(descriptor)
     raise ConfigError(
-        f"launch: {path} cannot be used as secret: {fault}; it must be a file of this user that "
+        f"launch: {path} cannot be used as a secret: {fault}; it must be a file of this user that "
         f"no other user can read: create it again, or chmod 600 {path}"
     )
 

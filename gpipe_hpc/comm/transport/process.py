@@ -132,7 +132,7 @@ class ProcessTransport:
         link = self._links[channel]
         posted = link.posted.pop(0)
         assert (posted.lane, posted.microbatch) == (lane, microbatch), (
-            f"{channel}: waits for micro-batch {microbatch} of {lane}, "
+            f"{channel}: waiting for micro-batch {microbatch} of {lane}, "
             f"but the oldest receive is posted for {posted.microbatch} of {posted.lane}"
         )
         try:

@@ -41,11 +41,11 @@ FAILED_EXIT_CODE = 1
 MAX_LISTED = 8
 _REMEDIES: Final = {
     "died": "look at its log; SIGKILL often means that its host ran out of memory",
-    "stopped": "continue it sooner, or raise comm.silence_s",
+    "stopped": "resume it sooner, or raise comm.silence_s",
     "silent": "its host is down, its link is cut, or all its processes are stopped",
     "helper": (
-        "the rank was killed with it, or is in a call that holds Python's interpreter lock: look "
-        "at its log; SIGKILL often means that its host ran out of memory"
+        "the rank was killed too, or is in a call that holds Python's global interpreter lock: "
+        "look at its log; SIGKILL often means that its host ran out of memory"
     ),
 }
 
@@ -258,7 +258,9 @@ class FailureBoard:
             around = self._around
         if facts:
             return "; ".join(facts[:MAX_LISTED])
-        return f"all ranks that answer are alive and wait for others: {around or 'none answers'}"
+        if not around:
+            return "no other rank has responded"
+        return f"all responding ranks are alive and wait for other ranks: {around}"
 
     # Methods of the background thread.
 
@@ -377,7 +379,7 @@ class FailureBoard:
 
     def _say_stuck(self, news: Message) -> None:
         if self._stuck.get(news["rank"]) == news["stack"]:
-            log.warning("%s; its stacks are as before", news["text"])
+            log.warning("%s; its stacks have not changed", news["text"])
             return
         self._stuck[news["rank"]] = news["stack"]
         log.warning("%s; its stacks:\n%s", news["text"], news["stack"])

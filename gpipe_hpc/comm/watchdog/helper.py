@@ -124,7 +124,7 @@ class Helper:
         if is_stopped(process.pid):
             why = "was stopped by a signal (SIGSTOP) or a debugger"
         elif silent_s > limit_s:
-            why = f"gave no answer for {silent_s:.0f} s"
+            why = f"did not respond for {silent_s:.0f} s"
         else:
             return None
         with self._lock:

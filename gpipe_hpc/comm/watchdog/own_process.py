@@ -79,7 +79,7 @@ class OwnProcess:
             max_bytes: largest number of bytes to return.
         """
         if number is None:
-            return "(its interpreter does not answer)"
+            return "(its interpreter does not respond)"
         path = Path(file)
         try:
             before = path.stat().st_size

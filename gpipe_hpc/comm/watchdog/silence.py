@@ -40,9 +40,7 @@ def classify_silence(
     if link.ended_s is not None:
         limit_s = max(_RECONNECT_S, SUSPECT_SHARE * silence_s)
         if now_s > link.ended_s + limit_s:
-            text = (
-                f"{_helper_of(link)} has ended, and no other took its place within {limit_s:.0f} s"
-            )
+            text = f"{_helper_of(link)} has ended and was not replaced within {limit_s:.0f} s"
             return NeighbourChange(ChangeKind.HELPER, text)
         return None
     silent_s = link.silent_s(now_s)
@@ -51,7 +49,7 @@ def classify_silence(
     if silent_s > max(SUSPECT_SHARE * silence_s, _SUSPECT_BEATS * BEAT_S) and not link.is_suspect:
         link.is_suspect = True
         return NeighbourChange(
-            ChangeKind.SUSPECT, f"gives no sign of life to rank {rank} for {silent_s:.0f} s"
+            ChangeKind.SUSPECT, f"has given no sign of life to rank {rank} for {silent_s:.0f} s"
         )
     if link.is_suspect and silent_s < 2 * BEAT_S:
         link.is_suspect = False

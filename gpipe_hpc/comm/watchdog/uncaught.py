@@ -120,7 +120,7 @@ class _Uncaught:
             whole = "".join(traceback.format_exception(error))
             write_torchrun_error(message, is_cause=True, whole=whole)
         else:
-            _print_and_report(line, f"rank {self._rank} stops, as another failed")
+            _print_and_report(line, f"rank {self._rank} stops because another rank failed")
 
     def _line(self, error: Exception) -> str | None:
         """Return the line to print on a rank that stops because of another rank's failure.
@@ -128,7 +128,8 @@ class _Uncaught:
         None if the error is this rank's own and is printed in full.
         """
         if isinstance(error, PeerError) and not _is_own_report(error, self._rank):
-            return f"gpipe_hpc: rank {self._rank} stops, as another failed: {_brief(error)}"
+            text = f"rank {self._rank} stops because another rank failed: {_brief(error)}"
+            return f"gpipe_hpc: {text}"
         told = self._tell(f"{_place(error)}{words_of(error)}")
         is_all_ranks = self._is_joining and self._rank > 0 and isinstance(error, GpipeError)
         if False not in told and not is_all_ranks:

@@ -378,7 +378,7 @@ class Watcher:
 
     def _suspicion(self, rank: int, doing: str) -> str:
         return (
-            f"its last action: {doing}; {self._waiting(rank)}all ranks end if that lasts "
+            f"its last action: {doing}; {self._waiting(rank)}all ranks end if this continues for "
             f"{self._silence_s:g} s (comm.silence_s)"
         )
 
@@ -389,7 +389,7 @@ class Watcher:
         names = [link.name for link in self._near.links.values() if link.last_message_s is None]
         if names:
             text = (
-                f"rank {self._rank} on {self._host} is not in touch with {', '.join(names)} after "
+                f"rank {self._rank} on {self._host} has no connection to {', '.join(names)} after "
                 f"{_UNREACHED_S:.0f} s: a failure of one of them would be detected only after "
                 f"comm.timeout_s; allow connections between the hosts on all ports"
             )
@@ -420,7 +420,7 @@ class Watcher:
         # First those that wait for the silent rank itself.
         texts = sorted(doings.items(), key=lambda each: not each[1].endswith(f"for rank {silent}"))
         found = [f"rank {rank} ({text})" for rank, text in texts if "waiting for" in text]
-        return f"held up: {', '.join(found[:_MAX_WAITING])}; " if found else ""
+        return f"blocked: {', '.join(found[:_MAX_WAITING])}; " if found else ""
 
     def _around(self) -> str:
         """Return a text with the activities of connected neighbours."""

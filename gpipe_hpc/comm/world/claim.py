@@ -40,8 +40,8 @@ def claim_device(store: Store, device: Device, rank: int, name: str, backend: st
     first = int(store.get(f"{key}/first"))
     shown = " (a process uses only the first partition visible to it)" if device.is_slice else ""
     raise ConfigError(
-        f"train.device: expected one for each rank, got {device.torch} ({device.name}) for rank "
-        f"{first} and for rank {rank}; start at most as many ranks on a machine as it has devices, "
-        f"make the launcher expose one to each rank{shown}, or, to share one on purpose, set "
+        f"train.device: ranks {first} and {rank} use the same device, {device.torch} "
+        f"({device.name}); start at most as many ranks on a machine as it has devices, make the "
+        f"launcher expose one to each rank{shown}, or, to share one intentionally, set "
         f"{setting('train.device', device.torch)}, and {setting('comm.backend', 'gloo')}"
     )

@@ -201,7 +201,7 @@ def _unreached(rank: int, own: ListenAddress, other: int, place: ListenAddress, 
     """Return the error message for a pair of ranks that cannot connect."""
     return (
         f"rank {rank} on {own.host} ({own.address}) cannot reach rank {other} on {place.host}, "
-        f"which listens at {place}: {why}; open the ports that the kernels choose (sysctl "
+        f"which listens at {place}: {why}; open the ephemeral ports (sysctl "
         f"net.ipv4.ip_local_port_range) between the hosts, or select a network on which they are "
         f"open with comm.interface"
     )

@@ -126,8 +126,8 @@ def _refuse_other_rank(env: Environment, rank: int) -> None:
             other = _number(env, name)
             if other != rank:
                 raise LaunchError(
-                    f"launch: two launchers disagree, expected RANK to be {name}={other}, got "
-                    f"RANK={rank}; unset RANK and WORLD_SIZE, or launch with torchrun"
+                    f"launch: two launchers disagree: {name}={other}, but RANK={rank}; unset RANK "
+                    f"and WORLD_SIZE, or launch with torchrun"
                 )
 
 

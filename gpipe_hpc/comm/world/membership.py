@@ -199,7 +199,7 @@ class MembershipCheck:
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise LaunchError(
-                f"launch: rank {rank} received an invalid verdict from the store ({error}); "
+                f"launch: rank {rank} received an invalid check result from the store ({error}); "
                 f"{self._stranger()}"
             ) from error
         if verdict["refusal"]:
@@ -335,7 +335,8 @@ class MembershipCheck:
         # The last rank has just arrived, and rank 0 is about to give the verdict.
         self._await(time.monotonic() + _GRACE_S, [_VERDICT])
         return self._propose(
-            f"rank 0 arrived but gave no verdict within {self.timeout_s:g} s; see its log",
+            f"rank 0 started but did not report the result of its checks within "
+            f"{self.timeout_s:g} s; see its log",
             local=False,
         )
 
@@ -393,8 +394,8 @@ class MembershipCheck:
             who = ", ".join(map(self._claims_of, strangers[:4]))
             return self._propose(
                 f"the ranks do not share a secret: rank 0 has one from {self.me.secret_source}, "
-                f"{len(strangers)} of {len(members)} ranks have another or none: {who}; set "
-                f"{SECRET_VARIABLE} to the same value on all ranks",
+                f"{len(strangers)} of {len(members)} ranks have a different one or none: "
+                f"{who}; set {SECRET_VARIABLE} to the same value on all ranks",
                 local=False,
             )
         present = [member for member in members if member is not None]
@@ -488,10 +489,7 @@ class MembershipCheck:
         if other == values[0]:
             return ""
         alike = [m.rank for m, value in zip(members, values, strict=True) if value == other]
-        return (
-            f"the ranks differ, expected {what} {values[0]} as on rank 0, got "
-            f"{other} on {_named(alike)}"
-        )
+        return f"the ranks differ: {what} is {values[0]} on rank 0 and {other} on {_named(alike)}"
 
     @staticmethod
     def key(rank: int) -> str:

@@ -10,7 +10,7 @@ def _replicas_that_fit(world_size: int, stages: int) -> str:
     """Return a hint with the number of replicas that uses all ranks; empty if there is none."""
     rows = num_rows(world_size, stages, 1)
     if rows is not None:
-        return f", as pipeline.replicas=1 for {rows} pipelines, of which the last lacks ranks"
+        return f", as pipeline.replicas=1 for {rows} pipelines, the last with fewer ranks"
     if world_size % stages:
         return ""
     return f", as pipeline.replicas={world_size // stages}"
@@ -40,7 +40,7 @@ class Mesh:
                 f"mesh: expected stages x replicas = world size, got {wanted} x {replicas} = "
                 f"{wanted * replicas} with {world_size} rank(s); start {wanted * replicas} "
                 f"ranks or change pipeline.stages / pipeline.replicas"
-                f"{_replicas_that_fit(world_size, wanted)}; pipeline.stages=fit takes any number"
+                f"{_replicas_that_fit(world_size, wanted)}; pipeline.stages=fit accepts any number"
             )
         return cls(replicas=replicas, stages=wanted)
 

@@ -159,8 +159,8 @@ def _start(
     timeout_s = checked_timeout(timeout_s, "timeout_s")
     if dist.is_initialized() and backend == MPI and dist.get_backend() != MPI_NAME:
         raise ConfigError(
-            f"comm.backend=mpi: expected no default process group yet, or one that uses MPI, "
-            f"got one of {dist.get_backend()}; call start_world before init_process_group, or "
+            f"comm.backend=mpi: the default process group already exists and uses "
+            f"{dist.get_backend()}; call start_world before init_process_group, or "
             f"leave comm.backend unset"
         )
     joined = None if dist.is_initialized() else _joined(backend, timeout_s)

@@ -438,8 +438,8 @@ def run_on_threads(
     # If a body has caught a reported failure, unconsumed messages are expected.
     if hub.report is None and (hub.mail or any(hub.queues.values())):
         raise LaunchError(
-            "threads: some messages were not received when the bodies returned; wait for pending "
-            "communication first, as pipe.parameters() waits for parameters sent by the "
-            "optimizer's last step, and do not use a pipeline after its body has returned"
+            "threads: the bodies returned before all messages were received; wait for pending "
+            "communication first (pipe.parameters() waits for parameters sent by the optimizer's "
+            "last step), and do not use a pipeline after its body has returned"
         )
     return results

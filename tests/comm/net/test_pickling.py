@@ -225,7 +225,7 @@ REFUSED = [
 @pytest.mark.parametrize(("value", "got"), REFUSED, ids=lambda value: type(value).__name__)
 def test_what_could_not_be_read_is_refused_where_it_is_sent(value, got):
     for send in (dumps, check_travels):
-        with pytest.raises(DataError, match=rf"a test: expected .* got .*{got}.*send its parts"):
+        with pytest.raises(DataError, match=rf"a test: .*{got}.*send its parts"):
             send(value, "a test")
 
 
@@ -268,7 +268,7 @@ def test_a_hostile_message_is_refused_and_calls_nothing(value):
     data = pickle.dumps([1, value])
     named = {str(arg) for _, arg, _ in pickletools.genops(data) if arg is not None}
     assert named, "the message names something"
-    with pytest.raises(DataError, match=r"got .*\..*call gpipe_hpc.register_boundary_type"):
+    with pytest.raises(DataError, match=r"received .*\..*call gpipe_hpc.register_boundary_type"):
         loads(data, "a message of rank 1")
 
 
@@ -309,7 +309,7 @@ def test_a_message_imports_nothing():
 def test_damaged_bytes_are_named():
     good = dumps({"a": torch.ones(3)}, "a test")
     for data in (b"", b"\x00", good[:-4], good[:20], b"garbage"):
-        with pytest.raises(DataError, match=r"a message: cannot decode a message of another rank"):
+        with pytest.raises(DataError, match=r"a message: cannot decode a message"):
             loads(data, "a message")
 
 

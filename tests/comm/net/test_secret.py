@@ -28,7 +28,7 @@ def test_sealed_values_are_bound_to_secret_and_label():
         (OURS, "rank/1", b""),
         (OURS.derive("beats"), "rank/1", sealed),
     ]:
-        with pytest.raises(ConnectionError, match=r"the value is not proved"):
+        with pytest.raises(ConnectionError, match=r"the value is not authenticated"):
             secret.unseal(label, value)
 
 

@@ -134,7 +134,8 @@ def test_the_others_say_one_line(failed, kind, words):
     assert not any("/gpipe_hpc/" in line or "/torch/" in line for line in frames), second
     assert sum("script.py" in line for line in frames) == (1 if kind == "between" else 2)
     (line,) = first
-    assert line.startswith("gpipe_hpc: rank 0 stops, as another failed: rank 1") and words in line
+    begins = "gpipe_hpc: rank 0 stops because another rank failed: rank 1"
+    assert line.startswith(begins) and words in line
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,7 @@ def end_with(error):
     ("error", "lines"),
     [
         (PeerError("rank 1: step 2: waited in vain"), []),
-        (PeerError("rank 10: step 2: failed"), ["stops, as another failed: rank 10: step 2"]),
+        (PeerError("rank 10: step 2: failed"), ["another rank failed: rank 10: step 2"]),
     ],
 )
 def test_a_rank_whose_own_report_stands_shows_where_it_waited(monkeypatch, capsys, error, lines):
@@ -327,7 +328,8 @@ def test_the_others_say_where_another_failed_and_not_all_that_it_said(monkeypatc
     hooked(monkeypatch, Rank(0, is_first_failure=False), at=0)
     end_with(PeerError(told))
     (line,) = capsys.readouterr().err.splitlines()
-    begins = f"gpipe_hpc: rank 0 stops, as another failed: {place}: loss_fn (one): TypeError: long"
+    why = f"another rank failed: {place}: loss_fn (one): TypeError: long"
+    begins = f"gpipe_hpc: rank 0 stops because {why}"
     assert line.startswith(begins) and line.endswith(" ...") and len(line) < 220
 
 

@@ -179,7 +179,7 @@ def test_ports_differ_between_jobs_steps_and_attempts():
         ({"RANK": "0", "WORLD_SIZE": "2"}, r"MASTER_ADDR is not set"),
         (
             {**OPENMPI, "RANK": "0", "WORLD_SIZE": "4"},
-            r"disagree, expected RANK to be OMPI_COMM_WORLD_RANK=1, got RANK=0; unset RANK",
+            r"disagree: OMPI_COMM_WORLD_RANK=1, but RANK=0; unset RANK",
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"MPI_LOCALNRANKS is not set"),
         ({**SRUN, "SLURM_NODEID": "2"}, r"tasks of node 2.*got '2,1'; start the step with"),

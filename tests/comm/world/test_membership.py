@@ -98,7 +98,7 @@ def test_a_rank_with_another_version_anywhere_is_named_on_all_ranks(other: int):
 
     told, _ = hold(70, member=member)
     for text in told.values():
-        assert f"got 1.0 on rank {other};" in text
+        assert f"and 1.0 on rank {other};" in text
 
 
 def test_ranks_of_two_machines_are_not_taken_for_one():

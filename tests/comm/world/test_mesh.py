@@ -31,7 +31,7 @@ def test_stages_default_to_what_replicas_leave():
         (6, 4, 1, "4 x 1 = 4 with 6 rank"),
         (4, 4, 2, "start 8 ranks"),
         (5, None, 2, "2 x 2 = 4 with 5 rank"),
-        (5, 2, 2, "as pipeline.replicas=1 for 3 pipelines, of which the last lacks ranks"),
+        (5, 2, 2, "as pipeline.replicas=1 for 3 pipelines, the last with fewer ranks"),
         (6, 2, 2, "as pipeline.replicas=3;"),
         (1, None, 2, "1 x 2 = 2 with 1 rank"),
         (4, 0, 1, "stages=0"),

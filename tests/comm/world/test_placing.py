@@ -74,14 +74,14 @@ def test_a_launcher_that_shows_each_rank_its_own_alone_is_right(monkeypatch):
 )
 def test_more_ranks_than_devices_are_refused_by_name(monkeypatch, views, first, second):
     """Before, local rank 2 of two devices took the first again, and nobody said so."""
-    told = rf"for rank {first} and for rank {second}; start at most as many ranks on a machine"
+    told = rf"ranks {first} and {second} use the same device.*; start at most as many ranks"
     with pytest.raises(ConfigError, match=told):
         claimed(monkeypatch, views)
 
 
 def test_a_device_is_shared_by_who_names_it(monkeypatch):
     assert claimed(monkeypatch, [["a", "b"]] * 3, "cuda:1", "gloo") == [1, 1, 1]
-    with pytest.raises(ConfigError, match="rank 0 and for rank 1"):  # NCCL takes none twice
+    with pytest.raises(ConfigError, match="ranks 0 and 1 use the same"):  # NCCL takes none twice
         claimed(monkeypatch, [["a", "b"]] * 2, "cuda:1")
 
 
@@ -206,7 +206,7 @@ def test_slices_of_one_device_are_devices_of_their_own(monkeypatch):
 
 def test_a_slice_is_taken_once(monkeypatch):
     """A process sees one slice alone, so two ranks that are shown two both take the first."""
-    told = r"for rank 0 and for rank 1; .* expose one to each rank \(a process uses only the first"
+    told = r"ranks 0 and 1 use the same .* expose one to each rank \(a process uses only the first"
     with pytest.raises(ConfigError, match=told):
         claim_slices(monkeypatch, [driver_of(SLICES[0])] * 2)
 

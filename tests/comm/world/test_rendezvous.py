@@ -171,13 +171,13 @@ def other_torch(launch: Launch) -> str:
 def test_unequal_versions_stop_every_rank():
     results = run(launches(3), other_torch)
     for message in results.values():
-        assert f"expected torch {torch.__version__} as on rank 0, got 1.0.0 on rank 1" in message
+        assert f"torch is {torch.__version__} on rank 0 and 1.0.0 on rank 1" in message
 
 
 def test_unequal_world_sizes_stop_every_rank():
     zero, one = launches(2)
     results = run([zero, replace(one, world_size=3, local_size=3)], impatient)
-    assert "expected world size 2 as on rank 0, got 3 on rank 1" in results[0]
+    assert "world size is 2 on rank 0 and 3 on rank 1" in results[0]
     assert results[1] != "met"
 
 
@@ -434,7 +434,7 @@ def test_ranks_without_the_secret_are_named_on_all_ranks(other: Secret | None):
     for text in results.values():
         assert "the ranks do not share a secret" in text
         assert "rank 0 has one from our file" in text
-        assert "1 of 3 ranks have another or none: rank 2 (process " in text
+        assert "1 of 3 ranks have a different one or none: rank 2 (process " in text
         assert f"secret from {source})" in text
 
 
@@ -485,7 +485,7 @@ def forging(launch: Launch) -> str:
     assert sealed.add("count", 2) + sealed.add("count", 3) == 7
     sealed.set("moved", "x")
     plain.set("0/moved", plain.get("0/other"))
-    with pytest.raises(ConnectionError, match=r"the store's moved: the value is not proved"):
+    with pytest.raises(ConnectionError, match=r"the store's moved: the value is not authenticated"):
         sealed.get("moved")
     plain.set("0/ready", "")
     plain.wait(["0/forged"])
@@ -502,7 +502,7 @@ def forging(launch: Launch) -> str:
 def test_what_a_stranger_writes_into_the_store_is_not_believed():
     results = run(launches(2), forging)
     assert results[1] == "forged"
-    assert "the store's address: the value is not proved by the job's secret" in results[0]
+    assert "the store's address: the value is not authenticated by the job's secret" in results[0]
 
 
 def test_ranks_set_by_hand_listen_on_loopback_alone():

@@ -95,9 +95,9 @@ def own_address() -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise LaunchError(
-            f"launch: the ranks are on several machines, but no address is known by which others "
-            f"reach {socket.gethostname()}: its name resolves to {', '.join(named) or 'none'}, and "
-            f"there is no default route ({error}); set MASTER_ADDR on all ranks"
+            f"launch: the ranks are on several machines, but no address is known at which others "
+            f"can reach {socket.gethostname()}: its name resolves to {', '.join(named) or 'none'}, "
+            f"and there is no default route ({error}); set MASTER_ADDR on all ranks"
         ) from error
 
 

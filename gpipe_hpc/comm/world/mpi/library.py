@@ -69,8 +69,8 @@ class Tags:
         if queue >> self._queue_bits or not 0 <= kind <= _OWN_KIND:
             raise LaunchError(
                 f"MPI: this library's limit on tags allows {1 << self._queue_bits} channels "
-                f"between two ranks, got number {queue}; use fewer stages per rank, another MPI, "
-                f"or {setting('comm.backend', 'gloo')}"
+                f"between two ranks, but channel {queue} is needed; use fewer stages per rank, "
+                f"another MPI, or {setting('comm.backend', 'gloo')}"
             )
         if group + 1 >= self._num_groups:
             raise LaunchError(
@@ -244,10 +244,10 @@ def open_mpi() -> MpiLibrary:
     if level < MPI.THREAD_SERIALIZED:
         names = {MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE", MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED"}
         raise LaunchError(
-            f"comm.backend=mpi: expected MPI_THREAD_MULTIPLE, or at least MPI_THREAD_SERIALIZED, "
-            f"because several threads send, got {names.get(level, level)} from "
-            f"{' '.join(MPI.Get_library_version().split())[:80]}; do not import mpi4py.MPI with "
-            f"mpi4py.rc.threads=False before, or use an MPI library built with thread support"
+            f"comm.backend=mpi: several threads send, which needs MPI_THREAD_MULTIPLE or at least "
+            f"MPI_THREAD_SERIALIZED, but {' '.join(MPI.Get_library_version().split())[:80]} "
+            f"provides {names.get(level, level)}; do not import mpi4py.MPI earlier with "
+            f"mpi4py.rc.threads=False, or use an MPI library built with thread support"
         )
     return MpiLibrary(MPI, ends_itself=known)
 
