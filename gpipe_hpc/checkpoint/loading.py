@@ -203,9 +203,9 @@ def _check_fits(path: Path, name: str, tensor: Tensor, stored: StoredTensor | No
         return
     raise CheckpointError(
         f"checkpoint {path} is of another model: {name.partition('.')[2]} has shape "
-        f"{list(stored.shape)}, {stored.dtype} in it and {list(tensor.shape)}, {tensor.dtype} in "
-        f"this model, which cannot represent it without loss; resume with the model "
-        f"configuration of that run"
+        f"{list(stored.shape)} and {stored.dtype} in the checkpoint, but {list(tensor.shape)} and "
+        f"{tensor.dtype} in this model, which cannot represent it without loss; resume with the "
+        f"model configuration of that run"
     )
 
 

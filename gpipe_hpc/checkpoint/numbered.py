@@ -70,8 +70,8 @@ def save_numbered(
     number, num_kept = _whole(step), None if keep is None else _whole(keep)
     if number is None or number < 0 or (keep is not None and (num_kept is None or num_kept < 1)):
         raise ConfigError(
-            f"save: bad step or keep: step must be an integer of 0 or more and keep one of 1 "
-            f"or more, got step={step!r} and keep={keep!r}; correct them, for example "
+            f"save: bad step or keep: step must be an integer of at least 0 and keep an integer of "
+            f"at least 1, got step={step!r} and keep={keep!r}; correct them, for example "
             f"step=pipe.steps_done"
         )
     path = folder.absolute() / step_name(number)
@@ -142,4 +142,4 @@ def _remove(path: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             shutil.rmtree(path.rename(aside))
     except OSError as error:
-        log.warning("checkpoint %s cannot be removed: %s; remove it by hand", path, error)
+        log.warning("checkpoint %s cannot be removed: %s; remove it manually", path, error)

@@ -130,8 +130,8 @@ def _check_kind(optimizer: torch.optim.Optimizer, entries: Sequence[Entry], path
     if theirs and ours not in theirs:
         keys = sorted({key for entry in entries for key in entry["state"]})
         raise CheckpointError(
-            f"checkpoint {path} was saved with the optimizer {', '.join(theirs)} "
-            f"(its state: {', '.join(keys) or 'none'}), got {ours}; use the former (on the "
+            f"checkpoint {path} was saved with the optimizer {', '.join(theirs)} (its state: "
+            f"{', '.join(keys) or 'none'}), but this run uses {ours}; use {theirs[0]} (on the "
             f"command line optimizer={theirs[0].lower()}), or load only the weights: pipe.load "
             f"without an optimizer"
         )
@@ -150,7 +150,7 @@ def _check_state(group: Mapping[str, Any], entry: Entry, path: Path) -> None:
     needed = _STATE_OF.get(entry["kind"], {})
     for key, state in needed.items() if entry["state"] else ():
         if options.get(key) and state not in entry["state"]:
-            raise _unfit(path, key, f"off, as its state has no {state}", options[key])
+            raise _unfit(path, key, f"off because its state has no {state}", options[key])
 
 
 def _common_options(known: Sequence[tuple[str, Entry]], path: Path) -> dict[str, Any]:
@@ -163,9 +163,9 @@ def _common_options(known: Sequence[tuple[str, Entry]], path: Path) -> dict[str,
         for key in sorted(options.keys() | other.keys()) if other != options else ():
             if options.get(key) != other.get(key):
                 raise CheckpointError(
-                    f"checkpoint {path}: parameters of one group had different "
-                    f"options: {key}={options.get(key)} for {first} and {key}={other.get(key)} "
-                    f"for {name}; create the groups as at saving, or load without the optimizer"
+                    f"checkpoint {path}: parameters of one group had different options: "
+                    f"{key}={options.get(key)} for {first} and {key}={other.get(key)} for {name}; "
+                    f"create the groups as in the saving run, or load without the optimizer"
                 )
     return dict(options)
 

@@ -201,7 +201,7 @@ def _state_error(told: Iterable[tuple[int, Mapping[str, str]]]) -> CheckpointErr
                 return CheckpointError(
                     f"checkpoint: the optimizer has different states of {name} on ranks that "
                     f"update parts of it: {before} on rank {first} and {now} on rank "
-                    f"{rank}; use an optimizer whose states do not depend on values, or "
+                    f"{rank}; use an optimizer whose set of states does not depend on values, or "
                     f"outer.shard=none"
                 )
     raise AssertionError("the check found different states, but all are equal")

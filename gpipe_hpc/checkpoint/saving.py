@@ -158,8 +158,8 @@ def _clear(partial: Path) -> None:
     )
     if strange:
         raise CheckpointError(
-            f"checkpoint {partial} contains more than an interrupted save: "
-            f"{strange[0]}; move it away, or choose another path"
+            f"checkpoint {partial} contains something other than an "
+            f"interrupted save: {strange[0]}; move it away, or choose another path"
         )
     shutil.rmtree(partial)
 

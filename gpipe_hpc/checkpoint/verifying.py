@@ -101,8 +101,8 @@ def _check_same(path: Path, group: ControlGroup, facts: Facts) -> None:
     (_, first), *others = group.merge_object(seen, _first_of_two)
     if others:
         raise CheckpointError(
-            f"checkpoint {path}: rank {others[0][1]} sees another checkpoint at this path than "
-            f"rank {first}; use a folder that all machines share"
+            f"checkpoint {path}: ranks {first} and {others[0][1]} see different checkpoints at "
+            f"this path; use a folder that all machines share"
         )
 
 
@@ -128,8 +128,8 @@ def _check_files(path: Path, facts: Facts) -> None:
         strange = {each.name for each in path.iterdir()} - {MANIFEST, *facts["files"]}
         for name in sorted(strange):
             log.warning(
-                "checkpoint %s: %s is not part of the checkpoint and is not read; remove it if it "
-                "is not yours",
+                "checkpoint %s: %s is not part of the checkpoint and is not read; remove it if "
+                "you do not need it",
                 path,
                 name,
             )

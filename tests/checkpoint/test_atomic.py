@@ -81,7 +81,10 @@ def test_after_a_refusal_nothing_has_changed(
         ({"layers": 2}, "parameters differ"),
         ({"buffer": 5}, r"layers\.2\.kept has shape \[3\].* and \[5\]"),
         ({"name": "other"}, r"does not contain layers\.2\.other"),
-        ({"dtype": torch.float16}, r"torch\.float32 in it and .* in this model.*without loss"),
+        (
+            {"dtype": torch.float16},
+            r"torch\.float32 in the checkpoint, .* in this model.*without loss",
+        ),
         ({"kept": torch.int64}, r"layers\.2\.kept.*without loss"),
     ],
 )

@@ -239,7 +239,7 @@ def test_copies_of_another_history_are_not_taken(hosts):
 def test_copies_of_another_layout_lead_to_the_checkpoint_and_that_is_said_once(hosts, caplog):
     save_at(hosts, 2, 3)
     assert go_on(hosts, about=ABOUT | {"layout": "4 stages"}) == [None] * SIZE
-    told = "the in-memory checkpoint of step 3 is of another layout"
+    told = "the in-memory checkpoint of step 3 has another layout"
     assert len([each for each in caplog.messages if told in each]) == 1
     assert names(hosts, "one"), "nothing is removed before the run goes on from another state"
 

@@ -143,7 +143,7 @@ def test_a_resumed_command_takes_its_settings_and_refuses_another_optimizer(
     train(1, *tiny, "train.steps=4", "train.stop_at=1", "run.dir=run")
     own = ("run.dir=run", "checkpoint.resume=run")  # on purpose with other settings
     ranks = start_ranks(2, *tiny, "train.steps=4", "optimizer=sgd", *own).wait(60)
-    assert all("exp_avg_sq, step), got SGD; use the former" in t for t in ranks.outputs)
+    assert all("exp_avg_sq, step), but this run uses SGD; use AdamW" in t for t in ranks.outputs)
     train(1, *tiny, "train.steps=2", "optimizer.weight_decay=0.7", *own)
     facts = json.loads((tmp_path / "run/checkpoints/step_00000002/gpipe_hpc.json").read_text())
     found = {entry["options"]["weight_decay"] for entry in facts["optimizer"]}

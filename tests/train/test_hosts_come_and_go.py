@@ -58,7 +58,7 @@ def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, f
         90,
         "one",
     )
-    assert "is of another layout" in left.output
+    assert "has another layout" in left.output
     assert f"resumed from {run}/checkpoints/step_" in left.output
     reached = newest(run)
     until(lambda: newest(run) > reached + 3, 60, "one trains")

@@ -173,7 +173,7 @@ def test_a_measured_cut_is_made_anew_for_other_ranks_and_not_measured_again(seen
             True,
             "step 6 cannot be used: the copies of ranks 0, 2 are missing",
         ),
-        (3, False, "the in-memory checkpoint of step 6 is of another layout"),
+        (3, False, "the in-memory checkpoint of step 6 has another layout"),
     ],
     ids=["kept", "lost too", "another layout"],
 )

@@ -41,9 +41,9 @@ _ON_ONE_HOST: Final = (
 
 def _shared(folder: CopyFolder) -> str:
     return (
-        f"checkpoint.neighbour_dir: {folder.path} is shared by several machines instead of being "
-        f"in each host's memory; each state is stored there once, with the speed and safety of "
-        f"that file system; choose another folder for copies in memory"
+        f"checkpoint.neighbour_dir: {folder.path} is on a file system shared by several machines, "
+        f"not in each host's memory; each state is stored only once, as fast and as safely as "
+        f"that file system allows; choose another folder for copies in memory"
     )
 
 

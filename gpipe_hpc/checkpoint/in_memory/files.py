@@ -213,8 +213,8 @@ class CopyFolder:
                     log.info("removed %s: in-memory checkpoints of a dead run", folder)
                 else:
                     log.warning(
-                        "%s contains copies of a run that ended %.0f s ago and may be restarted; "
-                        "otherwise remove the folder (runs remove it after %.0f s)",
+                        "%s contains copies of a run that ended %.0f s ago; if you will not "
+                        "restart that run, remove the folder (later runs remove it after %.0f s)",
                         folder,
                         age_s,
                         FORGOTTEN_S,

@@ -94,7 +94,7 @@ def find(
     newest = world.world_group.merge_object(max((c.step for c in others), default=-1), max)
     if newest >= 0 and world.rank == 0:
         log.warning(
-            "the in-memory checkpoint of step %d is of another layout and cannot be used: the "
+            "the in-memory checkpoint of step %d has another layout and cannot be used; the "
             "newest complete checkpoint on disk is read instead",
             newest,
         )

@@ -136,7 +136,7 @@ def _parts(cores: Sequence[Core], ranks: Sequence[CpuRequest]) -> list[list[Core
     """Return the cores of each rank in a group, or the reason why the group is not bound."""
     allowed = ranks[0].allowed
     if len({rank.allowed for rank in ranks}) > 1:
-        return "they were given different CPUs that overlap"
+        return "their allowed CPUs differ but overlap"
     held = _restricted_to(cores, allowed)
     quotas = [rank.quota.num_cpus for rank in ranks if rank.quota is not None]
     limited = min(quotas, default=len(allowed)) < len(allowed)

@@ -131,7 +131,7 @@ def _why_threads(num_threads: str | int | None) -> str:
     if isinstance(num_threads, int):
         return f"by num_threads={num_threads}"
     if num_threads is None:
-        return "as torch decides"
+        return "chosen by torch"
     return _BY_USER if user_chose_threads() else "one per core of the rank with the fewest cores"
 
 
@@ -162,7 +162,7 @@ def _bind(cpus: frozenset[int], undo: ExitStack) -> None:
         undo.callback(bind_process(cpus))
     except OSError as error:
         log.warning(
-            "cores: the system refuses to bind this rank, which keeps its CPUs: %s; "
+            "cores: cannot bind this rank to its CPUs, so its affinity is unchanged: %s; "
             "use train.bind=none to leave all ranks unbound",
             error,
         )
@@ -188,7 +188,7 @@ def _merge_reports(these: _BindReport, others: _BindReport) -> _BindReport:
 
 def _lines(said: _BindReport, threads: str) -> list[str]:
     lines = [
-        f"cores of {host}{f' and {count - 1} more like it' * (count > 1)}: {text}; {threads}"
+        f"cores of {host}{f' and {count - 1} more' * (count > 1)}: {text}; {threads}"
         for text, (host, count) in said.hosts.items()
     ]
-    return lines + [f"cores: {said.more} more machines with other assignments"] * (said.more > 0)
+    return lines + [f"cores: {said.more} further machines with other assignments"] * (said.more > 0)
