@@ -67,7 +67,7 @@ class ArraysConfig(DataConfig):
             remedy = "as data.inputs=x.npy data.targets=y.npy"
             raise refuse("data.inputs", "a file", self.inputs, remedy)
         if self.validation_targets and not self.validation_inputs:
-            remedy = "give the inputs that go with data.validation_targets"
+            remedy = "set it to the inputs of data.validation_targets"
             raise refuse("data.validation_inputs", "a file", self.validation_inputs, remedy)
         check_fraction(self.validation_fraction)
 
@@ -220,6 +220,6 @@ def _refuse_unlike(train: ArrayRows, validation: ArrayRows) -> None:
     theirs = (validation.dtype, validation.stored.shape[1:])
     if ours != theirs:
         raise UnfitDataError(
-            f"data: validation samples differ from training samples in shape or dtype: expected "
-            f"rows as in {train.stored}, got {validation.stored}; make them equal"
+            f"data: validation samples differ from training samples in shape or dtype: "
+            f"{validation.stored} and {train.stored}; convert one of them"
         )

@@ -65,7 +65,8 @@ class JsonLinesConfig(TokenDataConfig):
         if not 0 <= self.separator < self.vocab_size or self.vocab_size < 256:
             raise refuse(
                 "data.separator",
-                f"a token below data.vocab_size={self.vocab_size}, itself 256 or more for bytes",
+                f"0 or more and less than data.vocab_size={self.vocab_size}, which must be at "
+                f"least 256",
                 self.separator,
                 "leave data.separator at 256 and data.vocab_size at 257",
             )

@@ -251,7 +251,7 @@ def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> O
         if isinstance(made, DataLoader):
             remedy = "return its data set: gpipe_hpc creates batches and their order itself"
         elif isinstance(made, IterableDataset):
-            remedy = f"{remedy}: a resumed run must be able to continue the same order"
+            remedy = f"{remedy}, so that a resumed run can continue in the same order"
         raise UnfitDataError(
             f"data: data._target_={config.target} did not return a data set: expected an object "
             f"with __len__ and __getitem__ (or a pair, for training and validation), got "

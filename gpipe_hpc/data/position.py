@@ -29,8 +29,8 @@ def check_data(path: Path, extra: Mapping[str, Any], now: Identity, policy: str)
     was = extra.get(IDENTITY)
     if was is None:
         log.warning(
-            "checkpoint %s: written by a version that did not record the data, so it cannot be "
-            "compared; validation samples may have been trained on",
+            "checkpoint %s: written by a version that did not record the data, so changes of the "
+            "data cannot be detected; validation samples may have been trained on",
             path,
         )
         return

@@ -47,12 +47,12 @@ def find_skips(layers: Sequence[Layer]) -> tuple[Skip, ...]:
         names = skip_names(layer, _where(layers, index))
         for name in names.stashes:
             if name in sources:
-                _refuse(layers, index, f"stashes {name!r}", "a new name", sources[name], "stashed")
+                _refuse(layers, index, f"stashes {name!r}", sources[name], "stashed")
             sources[name] = index
         for name in names.pops:
             if name in destinations:
                 first = destinations[name]
-                _refuse(layers, index, f"pops {name!r}", "one pop of a stash", first, "popped")
+                _refuse(layers, index, f"pops {name!r}", first, "popped")
             destinations[name] = index
     for name, index in destinations.items():
         if name not in sources:
@@ -99,7 +99,7 @@ def run_layer(
         changed = ", ".join(name for name in after if after[name] != before[name])
         # On different stages the layers share no memory, so results would differ.
         raise ModelError(
-            f"{where}: wrote in place into the value that an earlier layer stashed as {changed}; "
+            f"{where}: modified in place the value that an earlier layer stashed as {changed}; "
             f"stash a copy (x.clone()), or use inplace=False there"
         )
     if not names.stashes:
@@ -142,8 +142,9 @@ def _refuse_shared(nest: Any, popped: Any, written: Sequence[Tensor], where: str
     memories = [{t.untyped_storage().data_ptr() for t in tensors_of(x)} for x in (nest, popped)]
     if any(t.untyped_storage().data_ptr() in memories[0] & memories[1] for t in written):
         raise ModelError(
-            f"{where}: wrote in place into its input, which shares memory with a value that it "
-            f"pops; on different stages they would be separate; use a copy (x.clone())"
+            f"{where}: modified its input in place, which shares memory with a value that the "
+            f"layer pops; on different stages their memory would be separate; use a copy "
+            f"(x.clone())"
         )
 
 
@@ -155,10 +156,8 @@ def _where(layers: Sequence[Layer], index: int) -> str:
     return f"layers.{index} ({layer_name(layers[index])})"
 
 
-def _refuse(
-    layers: Sequence[Layer], index: int, what: str, expected: str, first: int, done: str
-) -> None:
+def _refuse(layers: Sequence[Layer], index: int, what: str, first: int, done: str) -> None:
     raise ModelError(
-        f"{_where(layers, index)}: {what}, expected {expected}, but it is already {done} by "
+        f"{_where(layers, index)}: {what}, which is already {done} by "
         f"{_where(layers, first)}; give each skip its own name"
     )

@@ -62,7 +62,7 @@ def test_bytes_are_refused_under_a_tokenizer_or_its_vocabulary(
         train_here(1, *words)
     (model / "config.json").write_text(json.dumps(llama(300)))
     (model / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"with its tokenizer, tokenizer\.json, got the bytes"):
+    with pytest.raises(ConfigError, match=r"with its tokenizer, tokenizer\.json.*data=tok"):
         train_here(1, *words)
 
 

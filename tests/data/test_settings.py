@@ -20,8 +20,16 @@ REFUSED = [
     ("jsonl", "data.paths=[]", "data.paths, expected files or patterns"),
     ("image_shards", "data.paths=[]", "data.paths, expected files or patterns"),
     ("tokens", "data.validation_fraction=1", "data.validation_fraction, expected 0 <= fraction"),
-    ("jsonl", "data.separator=257", "data.separator, expected a token below data.vocab_size=257"),
-    ("jsonl", "data.vocab_size=256", "data.separator, expected a token below data.vocab_size=256"),
+    (
+        "jsonl",
+        "data.separator=257",
+        "data.separator, expected 0 or more and less than data.vocab_size=257",
+    ),
+    (
+        "jsonl",
+        "data.vocab_size=256",
+        "data.separator, expected 0 or more and less than data.vocab_size=256",
+    ),
     ("digits", "data.augment=resized_crop_flip", "data.augment, expected one of none, pad_crop"),
     ("image_folder", "data.augment=pad_crop", "data.augment, expected one of none, resized_crop"),
     ("digits", "data.mean=[0.1,0.2]", "data.mean, expected a number for each of 1 channels"),

@@ -215,7 +215,7 @@ def test_in_place_write_to_a_stashed_tensor_is_refused():
         LayerSpec(nn.ReLU, inplace=True),
         LayerSpec(Block, 1, 0).popping("a"),
     ]
-    with pytest.raises(ActionError, match=r"layers\.1: wrote in place into .* stashed as a; "):
+    with pytest.raises(ActionError, match=r"layers\.1: modified in place .* stashed as a; "):
         Pipeline(model, loss_fn).step(*BATCH)
 
 
@@ -248,5 +248,5 @@ def test_layer_that_overwrites_input_shared_with_pop_is_refused(writes_popped):
             return x + popped
 
     model = [LayerSpec(Both, WIDTH, WIDTH).stashing("a"), LayerSpec(Overwrites).popping("a")]
-    with pytest.raises(Exception, match=r"layers\.1.*wrote in place into its input, which shares"):
+    with pytest.raises(Exception, match=r"layers\.1.*modified its input in place, which shares"):
         Pipeline(model, lambda y, t: y.sum()).step(*(x.float() for x in BATCH))

@@ -169,7 +169,7 @@ class CodedImages:
         except MemoryError:
             raise
         except UnidentifiedImageError as error:  # its text contains a memory address
-            text = f"{len(coded)} bytes of another format"
+            text = f"{len(coded)} bytes in another format"
             raise corrupt(self.store.where(index), text) from error
         except Exception as error:  # decoders raise many types of errors for invalid bytes
             raise corrupt(self.store.where(index), f"{type(error).__name__}: {error}") from error

@@ -87,7 +87,7 @@ def load(
         except FileNotFoundError:
             continue
         except (OSError, ValueError, LookupError, TypeError) as error:
-            log.warning("data: the index %s is damaged (%s) and is made again", path, error)
+            log.warning("data: the index %s is damaged (%s) and is rebuilt", path, error)
             continue
         log.info("loaded the index of the data from %s", path)
         return part

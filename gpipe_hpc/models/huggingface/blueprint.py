@@ -91,8 +91,8 @@ class Blueprint:
             return
         got = f"a vocabulary of {vocabulary:,}" if found is None else f"its tokenizer, {found}"
         raise ConfigError(
-            f"config: bad data, expected tokens of the model's own tokenizer for a {self.kind} "
-            f"with {got}, got the bytes of texts; encode the texts with the tokenizer and use "
+            f"config: bad data: the samples are bytes of text, but a {self.kind} with {got} "
+            f"expects tokens of its own tokenizer; encode the texts with it and use "
             f"data=tokens, or train new weights for a config.json with a vocab_size of at most "
             f"{_MOST_BYTES}"
         )
@@ -315,8 +315,8 @@ def dynamic_rotary_embeddings(model: nn.Module) -> list[tuple[nn.Module, str, An
 def too_long(most: int, num_positions: int) -> ModelError:
     """Return the error for a sequence that would change the rotary angles of later sequences."""
     return ModelError(
-        f"huggingface: with rope_type 'dynamic' a sequence longer than all before changes the "
-        f"angles of later ones, so training would depend on the order of micro-batches; expected "
-        f"at most {most} positions (max_position_embeddings), got {num_positions}; use shorter "
+        f"huggingface: expected at most {most} positions (max_position_embeddings), got "
+        f"{num_positions}: with rope_type 'dynamic' a longer sequence changes the rotary angles "
+        f"of later sequences, so results would depend on the order of micro-batches; use shorter "
         f"sequences, or set another rope_type in the config"
     )

@@ -28,13 +28,19 @@ class Call(NamedTuple):
         rest = {name: value for name, value in kwargs.items() if not by_name or name != HIDDEN}
         hidden = kwargs.get(HIDDEN) if by_name else args[0]
         if not isinstance(hidden, Tensor):
-            raise unknown(where, "is not called with hidden states first", type(hidden).__name__)
+            raise unknown(
+                where,
+                "is not called with hidden states as the first argument",
+                type(hidden).__name__,
+            )
         leaves, tree = flatten((list(args[1:]), rest))
         for leaf in leaves:
             if not isinstance(leaf, _PLAIN):
                 raise unknown(where, "is called with an unsupported object", type(leaf).__name__)
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise unknown(where, "is called with further trained activations", "a tensor")
+                raise unknown(
+                    where, "is called with further activations that need gradients", "a tensor"
+                )
         return cls(hidden, leaves, Form(tree, by_name))
 
 
@@ -80,7 +86,7 @@ def same_values(one: Tensor, other: object) -> bool:
 def unknown(where: str, what: str, got: str) -> ModelError:
     """Return the error for a model that this package cannot split into layers."""
     return ModelError(
-        f"huggingface: {where} {what}, expected a model of consecutive blocks, each called with "
-        f"the hidden states and tensors that need no gradient, got {got}; this model cannot be "
-        f"split into layers: write it as a sequence of layers"
+        f"huggingface: {where} {what} ({got}); this model cannot be split into layers, which "
+        f"requires consecutive blocks, each called with the hidden states and tensors that need "
+        f"no gradient: write the model as a sequence of layers"
     )

@@ -70,9 +70,9 @@ class HuggingFaceLayer(nn.Module):
         got = next(filter(None, changes), "")
         if got:
             raise ModelError(
-                f"export: a layer was changed after it was built, expected the tensors of a "
-                f"{kind}, got {got}; merge adapters into the weights (peft's merge_and_unload) and "
-                f"dequantize first, or save a checkpoint instead"
+                f"export: the layers no longer match the tensors of a {kind}, because they were "
+                f"changed after they were built: {got}; merge adapters into the weights (peft's "
+                f"merge_and_unload) and dequantize first, or save a checkpoint instead"
             )
 
     def companion_files(self, dtype: torch.dtype) -> dict[str, Companion]:
@@ -93,9 +93,9 @@ class HuggingFaceLayer(nn.Module):
 def _change(name: str, tensor: Tensor, known: Tensor | None) -> str:
     """Return the difference between a tensor and the model's as text, "" if there is none."""
     if known is None:
-        return f"{name}, which the model does not have"
+        return f"unknown tensor {name}"
     if tensor.shape != known.shape:
-        return f"{name} of shape {list(tensor.shape)} for {list(known.shape)}"
+        return f"{name} of shape {list(tensor.shape)} instead of {list(known.shape)}"
     if tensor.is_floating_point() != known.is_floating_point():
         return f"{name} of {str(tensor.dtype).removeprefix('torch.')}"
     if not tensor.is_meta and type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
@@ -141,9 +141,10 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
             calls.clear()  # free the tensors of this micro-batch
         if tuple(call.form for call in found) != parts.forms:
             raise ModelError(
-                f"huggingface: {self.blueprint.kind} calls its blocks differently for these inputs "
-                f"than on the meta device, expected {parts.num_blocks} calls of the same form, got "
-                f"{len(found)}; use other inputs, or write the model as a sequence of layers"
+                f"huggingface: with these inputs, {self.blueprint.kind} does not call its blocks "
+                f"as on the meta device: {len(found)} calls instead of {parts.num_blocks}, or "
+                f"calls with other arguments; use other inputs, or write the model as a sequence "
+                f"of layers"
             )
         return _boundary(found)
 

@@ -69,7 +69,7 @@ def find_structure(model: nn.Module) -> Structure:
     blocks = _largest_list(model, kind)
     above = blocks.split(".")[:-1]
     if not above:
-        raise unknown(kind, "has its blocks at the top level", "no module around blocks and norm")
+        raise unknown(kind, "has its blocks at the top level", "no module contains blocks and norm")
     # If the nearest owner of the blocks is called with embeddings, its caller is the core.
     for depth in range(len(above), 0, -1):
         try:
@@ -144,7 +144,7 @@ def example_inputs(model: Any) -> dict[str, Tensor]:
         return {name: torch.zeros(_BATCH, _LENGTH, dtype=torch.int64, device="meta")}
     size = getattr(config, "image_size", None)
     if name != "pixel_values" or size is None:
-        raise unknown(type(model).__name__, "has inputs of another kind", str(name))
+        raise unknown(type(model).__name__, "has unsupported inputs", str(name))
     height, width = size if isinstance(size, list | tuple) else (size, size)
     shape = (_BATCH, getattr(config, "num_channels", 3), height, width)
     return {name: torch.zeros(shape, dtype=model.dtype, device="meta")}
@@ -159,7 +159,7 @@ def run_on_meta(kind: str, function: Any) -> Any:
         raise
     except Exception as error:
         raise unknown(
-            kind, "cannot be followed without values", f"{type(error).__name__}: {error}"
+            kind, "cannot be run on the meta device", f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -233,7 +233,7 @@ def _closing(
         if not alone or not same_values(hidden, step.args[0]):
             raise unknown(kind, f"calls {step.path} after its blocks", "inputs of another module")
         if sum(each.path == step.path for each in steps) != 1:
-            raise unknown(kind, f"calls {step.path} more than once", "a module in two places")
+            raise unknown(kind, f"calls {step.path} more than once", "a module used in two places")
         if not isinstance(step.output, Tensor):
             raise unknown(kind, f"has {step.path} after its blocks", type(step.output).__name__)
         hidden = step.output
