@@ -220,6 +220,6 @@ def _refuse_unlike(train: ArrayRows, validation: ArrayRows) -> None:
     theirs = (validation.dtype, validation.stored.shape[1:])
     if ours != theirs:
         raise UnfitDataError(
-            f"data: validation samples differ from training samples in shape or dtype: "
-            f"{validation.stored} and {train.stored}; convert one of them"
+            f"data: training and validation samples differ in shape or dtype: {train.stored} and "
+            f"{validation.stored}; convert one of them"
         )

@@ -103,7 +103,7 @@ CHANGES = {
     "adapters": (replaced(Adapted), r"self_attn\.q_proj\.base_layer\.weight.*merge adapters"),
     "beside": (replaced(Beside), r"self_attn\.q_proj\.lora_A.*merge adapters"),
     "int8": (replaced(Quantized), r"self_attn\.q_proj\.weight of int8.*dequantize"),
-    "lost": (without_norm, r"got no model\.norm\.weight"),
+    "lost": (without_norm, r": no model\.norm\.weight"),
     "wrapped": (wrapped, r"randomly, expected 5 layers .*, got 3 "),
 }
 

@@ -293,7 +293,7 @@ def names(module: str, name: str) -> bytes:
     ],
 )
 def test_no_path_leads_round_the_list(module, name):
-    with pytest.raises(DataError, match=f"got {module}.{name}"):
+    with pytest.raises(DataError, match=f"received {module}.{name}"):
         loads(names(module, name), "a message")
 
 
