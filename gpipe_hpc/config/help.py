@@ -48,7 +48,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             "preflight train pipeline model data optimizer outer run checkpoint comm",
         ),
         "draw": Command(
-            "Draw schedules, simulated or as a run measured them.",
+            "Draw schedules, simulated or measured in a run.",
             "python -m gpipe_hpc.draw pipeline.schedule=1f1b pipeline.stages=4",
             "draw pipeline train run outer",
         ),

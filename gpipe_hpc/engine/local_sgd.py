@@ -422,8 +422,8 @@ def _fragments(
     places = [(s, number) for s, each in enumerate(tables.buckets) for number in range(len(each))]
     if len(places) < outer.parts:
         raise ConfigError(
-            f"outer.parts: expected at most the {len(places)} buckets that the model's parameters "
-            f"make, got {outer.parts}; lower outer.bucket_bytes={outer.bucket_bytes:g}, or parts"
+            f"outer.parts: expected at most {len(places)}, the number of buckets of the model's "
+            f"parameters, got {outer.parts}; lower it, or outer.bucket_bytes={outer.bucket_bytes:g}"
         )
     part_of = {place: number % outer.parts for number, place in enumerate(places)}
     for action in tables.averaging.ranks[stage_rank]:

@@ -524,7 +524,7 @@ def test_float16_overflow_on_one_replica_skips_step_on_all():
         ({"every": -1}, r"outer\.every"),
         ({"lr": 0.7}, r"outer\.lr, expected the default.*outer\.every=64"),
         ({"every": 4, "parts": 5}, r"outer\.parts, expected 1 to outer\.every=4"),
-        ({"every": 64, "parts": 40}, r"outer\.parts: expected at most the 4 buckets"),
+        ({"every": 64, "parts": 40}, r"outer\.parts: expected at most 4, the number"),
         ({"every": 4, "behind": 4}, r"outer\.behind"),
         ({"every": 4, "nesterov": True}, r"outer\.nesterov"),
         ({"every": 4, "momentum": 1.0}, r"momentum"),

@@ -274,9 +274,9 @@ def test_what_cannot_work_is_refused():
         AdaScale(measured, scale=2, smoothing=1)
     with pytest.raises(ConfigError, match="got that of an evaluation"):
         AdaScale(measured, scale=2).update(measured.evaluate(*DATA[0]))
-    with pytest.raises(ConfigError, match="got one; use more micro-batches"):
+    with pytest.raises(ConfigError, match="got one part; use more"):
         Pipeline(layers(), mean_square, noise_over="microbatches")
-    with pytest.raises(ConfigError, match="got one; use noise_over=microbatches"):
+    with pytest.raises(ConfigError, match="got one part; use noise_over=microbatches"):
         Pipeline(layers(), mean_square, noise_over="replicas", microbatches=4)
     with pytest.raises(ConfigError, match="expected one of microbatches, replicas, got 'all'"):
         Pipeline(layers(), mean_square, noise_over="all", microbatches=4)
