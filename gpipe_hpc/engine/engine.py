@@ -329,7 +329,8 @@ def _check_local_sgd(noise_over: str | None, *, normalises_together: bool) -> No
     if normalises_together:
         raise ConfigError(
             "outer.every: local SGD cannot be combined with normalise_over_replicas=True, which "
-            "synchronises replicas in every micro-batch; disable one of them"
+            "synchronises replicas in every micro-batch; use normalise_over_replicas=False, or "
+            "disable outer.every"
         )
     if noise_over:
         raise ConfigError(
