@@ -341,7 +341,9 @@ class Coverage:
         def order(name: str) -> tuple[bool, float]:
             return not name.startswith(mirrored), self.seconds[name]
 
-        own = sorted(names & self.seconds.keys(), key=order)
+        # Of what tests/conftest.py imports, no test is recorded.
+        mirroring = {name for name in self.seconds if name.startswith(mirrored)}
+        own = sorted(names & self.seconds.keys() or mirroring, key=order)
         # What a shared fixture executes is recorded for the first test only that needs it.
         files = {name.partition("::")[0] for name in own}
         others = [name for name in self.seconds if name.partition("::")[0] in files]

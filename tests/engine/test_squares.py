@@ -83,6 +83,41 @@ def test_squared_norms_of_microbatches_equal_those_of_separate_steps(ranks, opti
         assert 0 < total <= mean * (1 + 1e-10), "the square of a mean is at most the mean square"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"replicas": 2, "microbatches": 2}),
+        (4, {"stages": 2, "replicas": 2, "microbatches": 2}),
+        (2, {"stages": 2, "microbatches": 4, "schedule": "chimera"}),
+        (4, {"stages": 2, "replicas": 2, "microbatches": 2, "schedule": "chimera"}),
+    ],
+)
+def test_squared_norms_of_copies_equal_those_of_steps_on_their_parts(ranks, options):
+    """The two directions of a mirrored schedule have copies of each stage on different ranks."""
+    inputs, targets = batch(22, dtype=torch.float64)
+
+    def body(world):
+        pipe = Pipeline(
+            layers(), square_sum, noise_over="replicas", partition="uniform", world=world, **options
+        )
+        own = pipe.share(len(inputs))
+        parts = pipe.step(inputs[own], targets[own]).parts
+        return parts.squares.tolist(), parts.part_of
+
+    for squares, part_of in run_on_threads(ranks, body):
+        pieces = torch.arange(len(inputs)).tensor_split(4)
+        expected_squares = [0.0] * 4
+        for part in set(part_of):
+            samples = torch.cat([each for i, each in enumerate(pieces) if part_of[i] == part])
+            pipe = Pipeline(layers(), square_sum)
+            pipe.step(inputs[samples], targets[samples])
+            share = len(samples) / len(inputs)
+            square = sum(p.grad.square().sum().item() for p in pipe.parameters())
+            expected_squares[part] = share**2 * square
+        assert squares == pytest.approx(expected_squares, rel=1e-10)
+        assert len(set(part_of)) >= 2
+
+
 def test_frozen_parameter_adds_nothing_to_squared_norms():
     inputs, targets = batch(22, dtype=torch.float64)
     found = []
