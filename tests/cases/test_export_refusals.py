@@ -104,7 +104,7 @@ CHANGES = {
     "beside": (replaced(Beside), r"self_attn\.q_proj\.lora_A.*merge adapters"),
     "int8": (replaced(Quantized), r"self_attn\.q_proj\.weight of int8.*dequantize"),
     "lost": (without_norm, r": no model\.norm\.weight"),
-    "wrapped": (wrapped, r"randomly, expected 5 layers .*, got 3 "),
+    "wrapped": (wrapped, r"expected 5 layers .*, got 3"),
 }
 
 

@@ -121,5 +121,5 @@ def test_masked_images_are_as_bright_as_their_classes():
 
 
 def test_unknown_kind_is_refused():
-    with pytest.raises(ConfigError, match="DataConfig cannot be opened"):
+    with pytest.raises(ConfigError, match="DataConfig provides no samples"):
         open_data(DataConfig())

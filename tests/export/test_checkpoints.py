@@ -113,6 +113,8 @@ def test_without_a_prefix_a_plain_sequential_loads_it(tmp_path: Path):
 def test_a_model_of_transformers_keeps_its_names(tmp_path: Path):
     layers = huggingface_layers(GPT2)
     pipe = Pipeline(layers, token_cross_entropy)
-    with pytest.raises(ConfigError, match=r"export\.prefix, expected 'layers\.' for a model"):
+    with pytest.raises(
+        ConfigError, match=r"export\.prefix, expected 'layers\.' for a transformers model"
+    ):
         export_safetensors(pipe, tmp_path / "exported", prefix="")
     assert not (tmp_path / "exported").exists()
