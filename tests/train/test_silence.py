@@ -46,7 +46,7 @@ def test_a_stopped_rank_is_named_in_10_s_and_all_end_in_30(
     stopped, since_s = ranks.commands[victim], time.monotonic()
     stopped.signal(signal.SIGSTOP)
     warning = f"rank {victim} on "
-    until(lambda: named(ranks, others, warning, "stopped", "held up"), 10, "it is named")
+    until(lambda: named(ranks, others, warning, "stopped", "blocked"), 10, "it is named")
     for rank in others:
         assert ranks.commands[rank].wait(40).code == 1
         # A rank that waits in a collective is ended by force if that cannot be broken.
