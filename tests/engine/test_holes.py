@@ -201,7 +201,7 @@ def test_partial_replica_on_processes_trains_as_one_process(processes, tmp_path,
         ({"outer": {"weights": [1, 2]}}, "outer.weights: .* but 3 ranks"),
         ({"normalise_over_replicas": True}, "normalise_over_replicas: .* but 3 ranks"),
         ({"noise_over": "replicas"}, "noise_over: .* but 3 ranks"),
-        ({"stages": "fitting"}, "stages: expected one of fit, got 'fitting'"),
+        ({"stages": "fitting"}, "bad stages, expected a whole number, null or fit, got 'fitting'"),
         (
             {"schedule": "rerouted", "schedule_options": {"stages": 3}},
             "the option stages=3 conflicts with stages=2",

@@ -193,7 +193,7 @@ def gathered(device: SimulatedDevice) -> None:
         assert tensor.add_(1).tolist() == [5.0] * 6
         levels = TreeGroup((0, 1), world.rank, [group], width=2)
         tensor = made(device)
-        levels.all_reduce(tensor)
+        levels.start_all_reduce(tensor).wait()
         assert tensor.add_(1).tolist() == [5.0] * 6
         # Of its own memory, or side by side with others.
         for parts in ([made(device)], [made(device), made(device, 3)]):
