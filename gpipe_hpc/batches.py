@@ -466,7 +466,7 @@ def square_output(
 ) -> list[int] | None:
     """Return the shape of an output [b, b] of micro-batches of b samples; None if there is none.
 
-    The second dimension of such an output may count samples as well. Returns None if a dimension
+    The second dimension of such an output may count samples too. Returns None if a dimension
     of the inputs, or of a weight of the last layer with weights, equals b, or if the stage has only
     torch modules without weights.
 

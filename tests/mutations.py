@@ -35,6 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "schedule",
     "comm",
+    "settings",
+    "config",
     "data_parallel",
     "engine",
     "planner",
@@ -122,8 +124,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST | None]]:
             yield "dropped", node, None
 
 
-def is_told_only(node: ast.AST) -> bool:
-    """Say whether this is a message, an assertion or a type: no fault of it shows in a run."""
+def is_message_only(node: ast.AST) -> bool:
+    """Return whether a fault here shows in no run: in a message, an assertion or an import."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -140,7 +142,7 @@ def faults_of(path: Path) -> Iterator[Fault]:
     raw = text.encode()
 
     def visit(node: ast.AST) -> Iterator[Fault]:
-        if is_told_only(node):
+        if is_message_only(node):
             return
         for kind, old, new in changes(node):
             start = starts[old.lineno - 1] + old.col_offset

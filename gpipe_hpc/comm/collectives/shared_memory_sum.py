@@ -1,13 +1,12 @@
 """All-reduce of small tensors between processes of one host, in shared memory.
 
 Gloo hands every collective to a thread of its own. If all cores compute, waiting for that thread to
-be scheduled takes longer than the sum: 1.3 ms on average on two cores, half a step of tiny layers.
+be scheduled takes longer than the sum: 1.3 ms of a step of 4.6 ms with tiny layers on two cores.
 Here the calling thread sends its tensor to all ranks and adds theirs itself, in Gloo's order, so
 that the result has the same bits.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 import torch
@@ -45,13 +44,9 @@ class SharedMemorySum:
         self._ranks, self._transport, self._num_sums = ranks, transport, 0
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is small, dense and on the host; the same on all ranks."""
-        return (
-            on_host(tensor)
-            and tensor.nbytes <= _LARGEST_BYTES
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-        )
+        """Return whether a tensor is on the host, contiguous and small; the same on all ranks."""
+        is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+        return on_host(tensor) and is_dense and tensor.nbytes <= _LARGEST_BYTES
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place, bitwise equal on all ranks and to Gloo's sum.
@@ -61,16 +56,15 @@ class SharedMemorySum:
         """
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             own = tensor.detach()
-            terms = self._exchange(own)
-            if len(terms) == 2:  # in either order
-                torch.add(*terms, out=own)
-                return
-            rows = torch.stack([term.view(-1) for term in terms])
-            order = _gloo_order(rows.shape[1], own.element_size(), len(terms))
-            first, *others = rows.gather(0, order)
-            for other in others:
-                first += other
-            own.view(-1).copy_(first)
+            order = in_gloo_order(own.numel(), own.element_size(), len(self._ranks))
+            flat = [term.view(-1) for term in (*self._exchange(own), own)]
+            *terms, shards = [torch.split(each, list(order.counts)) for each in flat]
+            for owner, shard in enumerate(shards):
+                first, *others = order.chain(owner)
+                total = terms[first][owner].clone()
+                for other in others:
+                    total += terms[other][owner]
+                shard.copy_(total)
 
     def _exchange(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks."""
@@ -92,15 +86,3 @@ class SharedMemorySum:
         # The others wait for a message that was not accepted at once.
         transport.finish()
         return terms
-
-
-@lru_cache(maxsize=64)
-def _gloo_order(count: int, element_bytes: int, size: int) -> torch.Tensor:
-    """Return int64[size, count]: whose term Gloo adds first, second, ... for each element."""
-    order = in_gloo_order(count, element_bytes, size)
-    with torch.inference_mode(False):
-        columns = [
-            torch.tensor(list(order.chain(owner))).view(-1, 1).expand(-1, number)
-            for owner, number in enumerate(order.counts)
-        ]
-        return torch.cat(columns, 1)

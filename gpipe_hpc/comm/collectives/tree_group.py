@@ -86,9 +86,7 @@ class TreeGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum level by level upwards and broadcast the result downwards."""
-        for group in self.groups:
-            group.all_reduce(tensor)
-        self.broadcast_down(tensor)
+        self.all_reduce_hierarchical(tensor, lambda position: None)
 
     def all_reduce_hierarchical(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """Sum level by level, calling `between` before each higher level; broadcast downwards."""

@@ -142,6 +142,8 @@ class ProcessWorld:
         self._num_transports = 0
         # First of all, so that from here on the others notice a rank that ends or hangs.
         self._board = self._open_board(keys, watchfulness)
+        # It does not sum in shared memory, as ranks may not exchange addresses of sockets before
+        # `_introduce` has checked that they share a secret.
         with collective_errors(self, "joining the other ranks"):
             self.world_group = self._control_group(range(self.size), self._group_of)
         # NCCL groups must be destroyed on all ranks together, not by garbage collection.

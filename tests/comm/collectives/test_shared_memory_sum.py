@@ -53,6 +53,19 @@ def test_sums_have_the_bits_of_gloo(processes, tmp_path, size):
     assert processes(size, body, tmp_path) == [([True] * 121, 121)] * size
 
 
+@pytest.mark.parametrize("layout", ["transposed", "sparse"])
+def test_gloo_sums_tensors_that_are_not_dense(processes, tmp_path, layout):
+    def body(rank):
+        _, group = control_group()
+        matrix = torch.arange(6.0).view(2, 3) * (rank + 1)
+        tensor = matrix.t() if layout == "transposed" else matrix.to_sparse()
+        group.all_reduce(tensor)
+        return (tensor.t() if layout == "transposed" else tensor.to_dense()).tolist()
+
+    expected = (torch.arange(6.0).view(2, 3) * 6).tolist()
+    assert processes(3, body, tmp_path) == [expected] * 3
+
+
 def test_tensors_that_require_gradients_and_of_inference_mode_are_summed(processes, tmp_path):
     def body(rank):
         _, group = control_group()
